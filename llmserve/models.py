@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_member', 'convert_gguf', 'check_gguf',
-           'check_safetensors', 'find', 'attend_with', 'attention', 'register', 'ModelSpec', 'check_config', 'probe',
-           'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load', 'load_tokenizer']
+           'check_safetensors', 'find', 'attend_with', 'listener', 'attention', 'register', 'ModelSpec', 'check_config',
+           'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load', 'load_tokenizer']
 
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
@@ -181,17 +181,21 @@ def attend_with(
     try: yield
     finally: _listener = before
 
+def listener():
+    "Whoever attends right now. Raises `RuntimeError` outside `attend_with`."
+    if _listener is None: raise RuntimeError("the model was called outside attend_with()")
+    return _listener
+
 # %% ../nbs/01_models.ipynb #5c672ccd
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **kwargs):
     "The function registered as `llmserve`; q, k, v are `[1, heads, tokens, head_dim]`."
-    if _listener is None: raise RuntimeError("the model was called outside attend_with()")
     unknown = [k for k, v in kwargs.items() if k not in _harmless and v is not None]
     if unknown: raise InvalidModel(f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which this engine does not know")
     if attention_mask is not None: raise InvalidModel(f"{type(module).__name__} builds an attention mask of its own")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True): raise InvalidModel(f"{type(module).__name__} attends in both directions")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head_dim]
-    return _listener(module.layer_idx, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
+    return listener()(module.layer_idx, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
 
 def register():
     "Make `attn_implementation='llmserve'` known to transformers; calling it again does no harm."

@@ -6,12 +6,14 @@
 __all__ = ['LONG_RUN', 'exp2', 'widen', 'narrow', 'as_numpy', 'write_kv', 'plan_tasks', 'paged_attention']
 
 # %% ../../kernels/11_cpu.ipynb #80ab6298
-import os
-
 import torch  # before numba: both then use one pool of OpenMP threads
 
-try: import numba.np.ufunc.omppool as _; os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
-except ImportError: pass  # no system libgomp: numba takes its own work queue
+import numba
+if numba.config.THREADING_LAYER == "default":
+    try:
+        from numba.np.ufunc import omppool as _
+        numba.config.THREADING_LAYER = "omp"
+    except ImportError: pass  # no libgomp on the system: numba takes what there is
 
 import numpy as np
 from numba import get_num_threads, njit, prange, set_num_threads, types
