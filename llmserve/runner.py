@@ -12,16 +12,19 @@ import torch
 from .core import EngineConfig
 from .kernels import cpu, fuse, reference
 from .kvcache import Batch, KVCache, available_memory, kv_format, pack, plan_memory
-from .models import attend_with, load
+from .models import LoadedModel, attend_with, load
 from .sampling import SamplingRow, best_logprobs, sample
 from .scheduler import Step, StepResult
 
 # %% ../nbs/21_runner.ipynb #38563575
 class Runner:
     "One model with its pages on one device."
-    def __init__(self, config: EngineConfig):
+    def __init__(self,
+        config: EngineConfig,
+        loaded: LoadedModel | None = None,  # a model that is in memory already
+    ):
         self.config = config
-        self.loaded = load(config.model, config.dtype, config.device, config.tokenizer, config.trust_remote_code)
+        self.loaded = loaded or load(config.model, config.dtype, config.device, config.tokenizer, config.trust_remote_code)
         self.model, self.spec, self.device = self.loaded.model, self.loaded.spec, self.loaded.device
         self.backend = choose_backend(config.attention_backend, self.device, self.loaded.dtype)
         self.fused = fuse.fuse_model(self.model) if config.fuse and self.device == "cpu" and self.backend is cpu else {}
