@@ -84,6 +84,7 @@ class Delta:
     logprobs: list | None = None
     finish_reason: str | None = None  # set in the last delta
     stop_reason: int | str | None = None
+    prompt_index: int = 0  # which prompt of the call
 
 class Collector:
     "Gathers the answers of one request."
