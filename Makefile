@@ -1,0 +1,58 @@
+# Every target makes and fills .venv when it has to; the second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-all lab notebooks bench clean help
+help:
+	@echo "make demo       eight prompts answered at once"
+	@echo "make test       every chapter and every test (make test-all: the long matrices too)"
+	@echo "make lab        JupyterLab on the chapters"
+	@echo "make notebooks  run the chapters and store their outputs"
+	@echo "make bench      throughput, step against its floor, attention, scheduler, memory"
+	@echo "make clean      remove .venv and build files"
+
+$(READY): settings.ini setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+ifeq ($(HAS_GPU),yes)
+	$(PIP) install -q "$$(grep '^torch==' constraints.txt)"
+	grep -v '^triton' constraints.txt > .venv/constraints.txt
+else
+	$(BIN)/python -c "import torch" 2>/dev/null \
+	  || $(PIP) install -q --retries 0 --timeout 10 --index-url https://download.pytorch.org/whl/cpu "$$(grep '^torch==' constraints.txt)" >/dev/null 2>&1 \
+	  || $(PIP) install -q "$$(grep '^torch==' constraints.txt)"
+	cp constraints.txt .venv/constraints.txt
+endif
+	$(PIP) install -q -c .venv/constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/llmserve demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -m "not slow" tests
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -q tests
+
+lab: $(READY)
+	$(BIN)/jupyter lab nbs/index.ipynb
+
+notebooks: $(READY)
+	$(BIN)/nbdev-export
+	for d in nbs kernels; do for n in $$d/*.ipynb; do echo $$n; $(BIN)/nbdev-test $$n --save || exit 1; done; done
+	$(BIN)/nbdev-clean
+
+bench: $(READY)
+	$(BIN)/llmserve bench throughput
+	$(BIN)/llmserve bench floor
+	$(BIN)/llmserve bench attention
+	$(BIN)/llmserve bench scheduler
+	$(BIN)/llmserve bench memory
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
