@@ -86,7 +86,7 @@ def execute(self: Runner, step: Step) -> StepResult:
     for group, pairs in enumerate(step.copies): self.cache.copy_blocks(group, pairs)
     sequences, counts = step.sequences, step.num_tokens
     contexts = [s.num_computed_tokens for s in sequences]
-    tokens = [s.tokens[c:c + n] if n > 1 else s.tokens[c:] for s, c, n in zip(sequences, contexts, counts)]
+    tokens = [s.tokens[c:c + n] for s, c, n in zip(sequences, contexts, counts)]
     batch = pack(tokens, contexts, [[s.tables[g] for s in sequences] for g in range(len(self.cache.pages))], self.config.block_size)
     ends = batch.query_start[1:].astype(np.int64) - 1
     drawing = [i for i, draws in enumerate(step.samples) if draws]
