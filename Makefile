@@ -45,6 +45,7 @@ notebooks: $(READY)
 	$(BIN)/nbdev-export
 	for d in nbs kernels; do for n in $$d/*.ipynb; do echo $$n; $(BIN)/nbdev-test $$n --save || exit 1; done; done
 	$(BIN)/nbdev-clean
+	$(BIN)/python -c "import base64, json; print(next(o['data']['image/png'] for c in json.load(open('nbs/index.ipynb'))['cells'] for o in c.get('outputs', []) if 'image/png' in o.get('data', {})))" | base64 -d > nbs/engine.png
 
 bench: $(READY)
 	$(BIN)/llmserve bench throughput

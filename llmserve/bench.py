@@ -136,13 +136,23 @@ def attention(
     layers: int = 8,  # take turns, so that pages come from memory
     repeat: int = 30,
 ) -> list:  # one dict per shape
-    "Decode over bf16 pages: Numba against gather + SDPA, and against the bandwidth of a plain sum."
+    "Decode over bf16 pages: Numba against gather + SDPA, against reading the same pages, and against one long sum."
     from array import array
     import numpy as np
     import torch
     import torch.nn.functional as F
     from llmserve.kernels import cpu, reference
+    from numba import njit, prange
     from llmserve.kvcache import KVFormat, LayerCache, allocate_pages, pack
+
+    @njit(parallel=True, fastmath=True)
+    def read_pages(pages, layer, blocks, out):  # the same pages in the same order, and next to nothing done with them
+        for part in prange(len(out)):
+            total = np.uint16(0)
+            for i in range(part * len(blocks) // len(out), (part + 1) * len(blocks) // len(out)):
+                rows = pages[blocks[i], layer].reshape(-1)
+                for j in range(len(rows)): total ^= rows[j]
+            out[part] = total
 
     def median(f, n=repeat):
         f(0)
@@ -150,7 +160,7 @@ def attention(
         for i in range(n): start = time.perf_counter(); f(i); times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    rows, flat = [], torch.ones(2**27)
+    rows, flat = [], torch.ones(2**26)
     for sequences, context in shapes:
         need = -(-context // 16)
         order = np.random.default_rng(0).permutation(sequences * need).astype(np.int32)
@@ -167,10 +177,11 @@ def attention(
             return out
         ours = median(lambda i: cpu.paged_attention(q, caches[i % layers], batch, head_dim**-0.5))
         theirs = median(gathered, max(repeat // 3, 3))
-        bandwidth = flat.numel() * 4 / median(lambda i: flat.sum(), 7)
-        read = sequences * context * 2 * kv_heads * head_dim * 2 / ours
-        rows.append(dict(sequences=sequences, context=context, numba_ms=round(ours * 1e3, 3), gather_sdpa_ms=round(theirs * 1e3, 3), speedup=round(theirs / ours, 2),
-                         read_gb_s=round(read / 1e9, 1), plain_sum_gb_s=round(bandwidth / 1e9, 1), share=round(read / bandwidth, 3)))
+        numpy_pages, parts = cpu.as_numpy(pages), np.zeros(torch.get_num_threads(), np.uint16)
+        reading = median(lambda i: read_pages(numpy_pages, i % layers, batch.block_ids[0], parts))
+        size, long_sum = sequences * context * 2 * kv_heads * head_dim * 2, flat.numel() * 4 / median(lambda i: flat.sum(), 7)
+        rows.append(dict(sequences=sequences, context=context, numba_ms=round(ours * 1e3, 3), gather_sdpa_ms=round(theirs * 1e3, 3), speedup=round(theirs / ours, 2), gb_s=round(size / ours / 1e9, 1),
+                         reading_pages_gb_s=round(size / reading / 1e9, 1), share=round(reading / ours, 3), long_sum_gb_s=round(long_sum / 1e9, 1), share_of_sum=round(size / ours / long_sum, 3)))
     return rows
 
 def scheduler(

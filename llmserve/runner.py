@@ -32,6 +32,7 @@ class Runner:
         self.plan = plan_memory(self.spec, config, self.format, available_memory(config, self.device) - self._activation_bytes())
         self.cache = KVCache(self.spec, self.plan.num_blocks, config.block_size, self.format, self.device)
         self._keeps_rows = self._can_select_rows()
+        self._faster = dict(argmax=cpu.argmax) if self.backend is cpu else {}
 
 # %% ../nbs/21_runner.ipynb #6608fa9e
 def choose_backend(name: str, device: str, dtype):
@@ -96,7 +97,7 @@ def execute(self: Runner, step: Step) -> StepResult:
             prompt_rows += [(i, int(batch.query_start[i]) + j, contexts[i] + j + 1) for j in range(counts[i]) if contexts[i] + j + 1 < s.num_prompt_tokens]
     if prompt_rows: rows = np.concatenate([rows, np.array([r for _, r, _ in prompt_rows], np.int64)])
     logits = self.forward(batch, rows)
-    drawn, logprobs = sample(logits[:len(drawing)], [sampling_row(sequences[i]) for i in drawing]) if drawing else ([], [])
+    drawn, logprobs = sample(logits[:len(drawing)], [sampling_row(sequences[i]) for i in drawing], **self._faster) if drawing else ([], [])
     result = StepResult([[] for _ in sequences], [None] * len(sequences))
     for i, token, lp in zip(drawing, drawn, logprobs):
         result.tokens[i] = [token]

@@ -131,13 +131,14 @@ def best_logprobs(
 def sample(
     logits: torch.Tensor,  # [rows, vocab] raw logits, any float dtype
     rows: list,  # SamplingRow per row
+    argmax=lambda x: x.argmax(-1),  # a faster one, where the device has it
 ) -> tuple:  # (token ids as a list, list of {id: Logprob} or None)
     "Choose one token per row. Rows do not influence each other."
     raw = logits
     if not all(r.plain for r in rows):
         logits = logits.float().clone()
         penalize(logits, rows)
-    tokens = logits.argmax(-1)
+    tokens = argmax(logits)
     random = [i for i, r in enumerate(rows) if r.params.temperature > 1e-5]
     if random:
         chosen = [rows[i] for i in random]

@@ -199,6 +199,14 @@ def test_remote_code_runs_when_trusted(remote):
     assert models.load(folder, trust_remote_code=True).spec.architecture == "MineForCausalLM"
     assert marker.exists()
 
+@pytest.mark.parametrize("error", [ValueError, pytest.param(InvalidModel, marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="load_tokenizer lets the ValueError of transformers through"))])
+def test_code_of_a_tokenizer_does_not_run_unasked(error, tmp_path):
+    folder, marker = save(tmp_path / "model"), tmp_path / "marker"
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="Mine", auto_map=dict(AutoTokenizer=["mine.Mine", None]))))
+    (folder / "mine.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\nclass Mine: pass\n")
+    with pytest.raises(error): models.load(folder)
+    assert not marker.exists()
+
 # architectures
 
 @pytest.mark.parametrize("config, why", [(transformers.T5Config(), "encoder-decoder model .t5"), (transformers.BartConfig(), "encoder-decoder model .bart"),

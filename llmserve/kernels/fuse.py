@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIBLINGS', 'PackedLinear', 'can_pack', 'Sibling', 'merge_siblings', 'make_linear', 'rms_norm', 'same', 'fuse_norm',
-           'rotate', 'fused_attention', 'fuse_attention', 'norm_of', 'fuse_model']
+           'rotate', 'fused_attention', 'fuse_attention', 'norm_of', 'gate', 'fuse_mlp', 'fuse_model']
 
 # %% ../../kernels/18_fuse.ipynb #279e96f6
 from types import MethodType
@@ -16,7 +16,7 @@ from numba import njit, prange
 from torch import nn
 
 from .. import models
-from .cpu import _fast, as_numpy, narrow, widen
+from .cpu import _fast, as_numpy, exp2, narrow, widen
 
 # %% ../../kernels/18_fuse.ipynb #ec0da500
 class PackedLinear(nn.Module):
@@ -197,7 +197,7 @@ def fuse_attention(module: nn.Module, qkv: nn.Module, asked: dict) -> bool:
 def _try(module, qkv, forward=None):
     "Output for random input under an attention that would show a swapped head or a wrong angle."
     g, dim = torch.Generator().manual_seed(1), module.head_dim
-    dtype = module.o_proj.weight.dtype if hasattr(module.o_proj, "weight") else torch.bfloat16
+    dtype = _dtype_of(qkv)
     x = torch.randn(1, 7, qkv.in_features, generator=g).to(dtype)
     angle = torch.rand(7, dim // 2, generator=g) * 6
     cos, sin = (torch.cat([f(angle)] * 2, -1)[None].to(dtype) for f in (torch.cos, torch.sin))
@@ -216,6 +216,45 @@ def norm_of(module, dim: int):
     w = as_numpy(module.weight.detach())
     return next(((w, eps, plus) for plus in (False, True) if same(rms_norm(x, w, eps, plus), module(x))), None)
 
+# %% ../../kernels/18_fuse.ipynb #7645aa7b
+@njit(**_fast)
+def _gate_rows(x, out, gelu, begin, end):
+    width = out.shape[1]
+    for t in range(begin, end):
+        gate, up, target = x[t, :width], x[t, width:], out[t]
+        for d in range(width):
+            g = widen(gate[d])
+            z = g * (np.float32(1.5957691216) + np.float32(0.0713548162726) * g * g) if gelu else g
+            a = g / (np.float32(1) + exp2(z * np.float32(-1.4426950408889634)))
+            target[d] = narrow(widen(narrow(a, gate[d])) * widen(up[d]), gate[d])
+
+@njit(parallel=True, **_fast)
+def _gate_parallel(x, out, gelu):
+    for piece in prange(16): _gate_rows(x, out, gelu, piece * len(x) // 16, (piece + 1) * len(x) // 16)
+
+def gate(
+    x: torch.Tensor,  # [tokens, 2 × width]: gate, then up
+    gelu: bool,  # GELU (tanh form) instead of SiLU
+) -> torch.Tensor:  # [tokens, width]
+    "act(gate) · up in one pass."
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    if out.numel() < 10_000: _gate_rows(as_numpy(x), as_numpy(out), gelu, 0, len(x))
+    else: _gate_parallel(as_numpy(x), as_numpy(out), gelu)
+    return out
+
+def fuse_mlp(module: nn.Module, gate_up: nn.Module) -> bool:
+    "Replace the forward of a gated MLP whose gate/up are merged; False if the result would differ."
+    if not hasattr(module, "down_proj"): return False
+    x = torch.randn(1, 5, gate_up.in_features, generator=torch.Generator().manual_seed(0)).to(_dtype_of(gate_up))
+    own, expected = module.forward, module(x)
+    for gelu in (False, True):
+        module.forward = lambda x, gelu=gelu: module.down_proj(gate(gate_up(x.view(-1, x.shape[-1])), gelu)).view(x.shape)
+        if same(module(x), expected): return True
+    module.forward = own
+    return False
+
+def _dtype_of(layer: nn.Module) -> torch.dtype: return torch.bfloat16 if isinstance(layer, PackedLinear) else layer.weight.dtype
+
 # %% ../../kernels/18_fuse.ipynb #98a829b0
 def fuse_model(model) -> dict:  # what was done → how often
     "Merge, pack and fuse what is proven equal, in place. Weights that are replaced are freed."
@@ -233,6 +272,7 @@ def fuse_model(model) -> dict:  # what was done → how often
                 if shared is None: continue
                 count("merged " + "/".join(n.removesuffix("_proj") for n in names))
                 if "q_proj" in names and fuse_attention(module, shared, asked): count("attention")
+                if "up_proj" in names and fuse_mlp(module, shared): count("MLP")
             if "norm" in type(module).__name__.lower() and fuse_norm(module): count("norm")
         head = model.get_output_embeddings()
         for module in list(model.modules()):
