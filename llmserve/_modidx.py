@@ -90,6 +90,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'llmserve/detokenize.py'),
                                      'llmserve.detokenize.StopFinder.push': ( 'nbs/detokenize.html#stopfinder.push',
                                                                               'llmserve/detokenize.py'),
+                                     'llmserve.detokenize._byte_tokens': ('nbs/detokenize.html#_byte_tokens', 'llmserve/detokenize.py'),
                                      'llmserve.detokenize._named': ('nbs/detokenize.html#_named', 'llmserve/detokenize.py'),
                                      'llmserve.detokenize.result': ('nbs/detokenize.html#result', 'llmserve/detokenize.py'),
                                      'llmserve.detokenize.take': ('nbs/detokenize.html#take', 'llmserve/detokenize.py')},

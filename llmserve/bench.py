@@ -35,8 +35,9 @@ def throughput(
     **settings,  # of EngineConfig
 ) -> list:  # one dict per run
     "Offline throughput: all prompts at once, tokens per second."
-    from llmserve.core import SamplingParams
+    from llmserve.core import SamplingParams, check_number
     from llmserve.llm import LLM
+    for name, value in dict(num_prompts=num_prompts, input_len=input_len, output_len=output_len, repeat=repeat).items(): check_number(name, value, 1, integer=True)
     if llm is None:
         settings.setdefault("max_model_len", input_len + output_len + 16)
         settings.setdefault("max_num_seqs", max(num_prompts, 1))

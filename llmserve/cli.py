@@ -168,12 +168,12 @@ def run_bench(args) -> int:
     return 0
 
 def main(argv: list | None = None) -> int:
-    "Entry point of the `llmserve` command: 0 on success, 1 with one line on standard error for bad input."
+    "Entry point of the `llmserve` command: 0 on success, 1 with one line on standard error for bad input; flags that cannot be read end with 2, as argparse has it."
     args = make_parser().parse_args(argv)
     run = dict(generate=run_generate, chat=run_chat, models=run_models, demo=run_demo, bench=run_bench)[args.command]
     try: return run(args)
     except ValueError as e:
-        print(f"llmserve: {e}", file=sys.stderr)
+        print("llmserve:", " ".join(str(e).split()), file=sys.stderr)
         return 1
     except BrokenPipeError: return 0
     except KeyboardInterrupt: return 130

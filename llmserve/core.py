@@ -37,6 +37,8 @@ def check_number(
     kind = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
         raise InvalidRequest(f"{name} must be {kind}, got {value!r}")
+    try: float(value)
+    except OverflowError: raise InvalidRequest(f"{name} must be {kind} of ordinary size, got one of {len(str(value))} digits") from None
     if math.isnan(value) or value < low or value > high or (open_low and value == low) or math.isinf(value):
         left = f"{'(' if open_low else '['}{low}"
         right = f"{high}]" if high != math.inf else "inf)"
@@ -86,7 +88,7 @@ def _check(self: SamplingParams):
     check_number("top_p", self.top_p, 0, 1, open_low=True)
     check_number("top_k", self.top_k, -1, integer=True)
     check_number("min_p", self.min_p, 0, 1)
-    check_number("repetition_penalty", self.repetition_penalty, 0, open_low=True)
+    check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
     check_number("presence_penalty", self.presence_penalty, -2, 2)
     check_number("frequency_penalty", self.frequency_penalty, -2, 2)
     if self.seed is not None: check_number("seed", self.seed, -2**63, 2**63 - 1, integer=True)
@@ -100,8 +102,12 @@ def _check(self: SamplingParams):
     if "" in self.stop: raise InvalidRequest("stop must not contain an empty string")
     if self.stop and not self.detokenize: raise InvalidRequest("stop needs text to look at: set detokenize=True")
     self.stop_token_ids = as_list(self.stop_token_ids, "stop_token_ids", int)
+    for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        if not isinstance(getattr(self, name), bool): raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
     if self.logit_bias is not None:
         if not isinstance(self.logit_bias, dict): raise InvalidRequest(f"logit_bias must be a dict, got {self.logit_bias!r}")
+        for token in self.logit_bias:  # JSON has text keys, so "42" is taken too
+            if not (isinstance(token, int) and not isinstance(token, bool) or isinstance(token, str) and token.isdecimal()): raise InvalidRequest(f"logit_bias must have token ids as keys, got {token!r}")
         self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
         for token, bias in self.logit_bias.items(): check_number(f"logit_bias[{token}]", bias, -100, 100)
 

@@ -6,12 +6,18 @@
 __all__ = ['Detokenizer', 'StopFinder', 'Delta', 'Collector', 'take', 'result']
 
 # %% ../nbs/23_detokenize.ipynb #c88e56fe
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 from .core import CompletionOutput, Request, RequestMetrics, RequestOutput
 from .scheduler import SequenceUpdate
 
 # %% ../nbs/23_detokenize.ipynb #52008994
+@lru_cache(maxsize=8)
+def _byte_tokens(backend) -> frozenset:
+    "Tokens such as <0xE2> of vocabularies with byte fallback. A run of them is decoded as a whole, so it is held back until it ends."
+    return frozenset(t for b in range(256) if (t := backend.token_to_id(f"<0x{b:02X}>")) is not None)
+
 class Detokenizer:
     "Incremental decoding of one sequence."
     def __init__(self,
@@ -22,16 +28,19 @@ class Detokenizer:
         backend = getattr(tokenizer, "_tokenizer", None)  # the Rust tokenizer, if there is one
         if backend is not None: self._decode = lambda ids: backend.decode(ids, skip_special_tokens=skip_special_tokens)
         else: self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        self.byte_tokens = _byte_tokens(backend) if backend is not None else frozenset()
         context = list(prompt_token_ids[-6:])
         self.ids = [] if self._decode(context).endswith("�") else context
+        self.waiting = None  # text of the window while some of it is held back
         self.context, self.emitted = 0, len(self.ids)  # the window starts at `context`; tokens before `emitted` are out
 
     def push(self, token: int) -> str:  # new text, empty while a character is unfinished
         "Take one token."
         self.ids.append(token)
         before, now = self._decode(self.ids[self.context:self.emitted]), self._decode(self.ids[self.context:])
-        if len(now) <= len(before) or now.endswith("�"): return ""
-        self.context, self.emitted = self.emitted, len(self.ids)
+        silent, self.waiting = now == self.waiting, now  # a skipped special token does not end a run of byte tokens
+        if len(now) <= len(before) or now.endswith("�") or silent or token in self.byte_tokens: return ""
+        self.context, self.emitted, self.waiting = self.emitted, len(self.ids), None
         return now[len(before):]
 
     def flush(self) -> str:  # the rest
@@ -48,22 +57,20 @@ class StopFinder:
         include: bool = False,  # keep the stop text in the answer
     ):
         self.stops, self.include = stops, include
-        self.hold = 0 if include and not stops else max((len(s) for s in stops), default=1) - 1  # characters that may not be sent yet
-        self.text, self.sent, self.checked = "", 0, 0
+        self.hold = max((len(s) for s in stops), default=1) - 1  # characters that may not be sent yet
+        self.text, self.sent = "", 0
         self.found = None  # the stop text, once seen
 
     def push(self, piece: str, check: bool = True) -> str:  # what may be sent now
         "Add text. With check=False (before min_tokens) it is not searched."
         self.text += piece
-        if self.stops:
-            if check: self._search(max(self.checked, len(self.text) - len(piece) - self.hold))
-            else: self.checked = len(self.text)
+        if self.stops and check: self._search(len(self.text) - len(piece))
         end = len(self.text) if self.found else max(len(self.text) - self.hold, self.sent)
         out, self.sent = self.text[self.sent:end], end
         return out
 
-    def _search(self, start: int):
-        hits = [(at + len(s), at, s) for s in self.stops if (at := self.text.find(s, start)) >= 0]
+    def _search(self, old: int):  # everything up to `old` was there before
+        hits = [(at + len(s), at, s) for s in self.stops if (at := self.text.find(s, max(old - len(s) + 1, 0))) >= 0]
         if not hits: return
         end, at, self.found = min(hits)
         self.text = self.text[:end if self.include else at]

@@ -130,7 +130,8 @@ def check_safetensors(folder):
     "Raise `InvalidModel` for a missing shard, a broken header or a file shorter or longer than its header says."
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else [p.name for p in folder.glob("*.safetensors")]
+    try: names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else [p.name for p in folder.glob("*.safetensors")]
+    except Exception as e: raise InvalidModel(f"{index} is damaged: {type(e).__name__}: {e}") from e
     for path in (folder / name for name in sorted(names)):
         if not path.exists(): raise InvalidModel(f"{index.name} names {path.name}, which is missing in {folder}")
         size = path.stat().st_size
@@ -152,7 +153,7 @@ def find(
         key = f"{name}-{ALIASES[str(name)].sha256[:12]}"
         done = cache_dir() / "converted" / key
         return done if (done / "config.json").exists() else convert_gguf(fetch_alias(str(name)), key)
-    path = Path(name).expanduser()
+    path = Path(name or "no name").expanduser()
     if path.is_file() and path.suffix == ".gguf": return convert_gguf(path)
     if path.is_dir():
         if (path / "config.json").exists(): return path
@@ -321,9 +322,11 @@ def load(
     except Exception as e: raise InvalidModel(f"{folder}: cannot read config.json: {e}") from e
     check_config(config, str(name))
     dtype = choose_dtype(dtype, config, device)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="llmserve", trust_remote_code=trust_remote_code).eval().to(device)
+    try: model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="llmserve", trust_remote_code=trust_remote_code, output_loading_info=True)
     except Exception as e: raise InvalidModel(f"{name} ({config.model_type}) cannot be loaded: {type(e).__name__}: {e}") from e
+    absent = sorted(report.get("missing_keys") or []) + sorted(map(str, report.get("mismatched_keys") or []))
+    if absent: raise InvalidModel(f"{name} ({config.model_type}): {len(absent)} weights are missing or of another shape, first {absent[0]}; transformers would fill them with random numbers")
+    model = model.eval().to(device)
     return LoadedModel(model, load_tokenizer(tokenizer or folder, trust_remote_code), probe(model, str(name)), folder, device, dtype)
 
 def load_tokenizer(folder, trust_remote_code: bool = False):
@@ -331,4 +334,6 @@ def load_tokenizer(folder, trust_remote_code: bool = False):
     import transformers
     path = Path(folder)
     if path.is_dir() and not any((path / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")): return None
-    return transformers.AutoTokenizer.from_pretrained(folder if path.is_dir() else find(folder), trust_remote_code=trust_remote_code)
+    try: return transformers.AutoTokenizer.from_pretrained(folder if path.is_dir() else find(folder), trust_remote_code=trust_remote_code)
+    except InvalidModel: raise
+    except Exception as e: raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {type(e).__name__}: {e}") from e

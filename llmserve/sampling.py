@@ -99,8 +99,8 @@ def target_probs(
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # probability of everything more likely
         ordered = ordered.masked_fill(before >= top_p, 0)
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
+        cut = torch.zeros_like(probs).scatter(-1, index, ordered)
+        probs = torch.where(top_p < 1, cut / cut.sum(-1, keepdim=True), probs)  # rows without top-p stay as they are, bit for bit
     return probs
 
 # %% ../nbs/02_sampling.ipynb #ca1f479f

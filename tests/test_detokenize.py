@@ -63,7 +63,7 @@ def test_random_tokens_join_to_the_full_decode(model, data, skip):
     token = st.one_of(st.integers(0, len(tokenizer) - 1), st.sampled_from(tokenizer.all_special_ids))
     check_cuts(tokenizer, data.draw(st.lists(token, max_size=16)), skip)
 
-@pytest.mark.parametrize("model", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.xfail(strict=True, reason="one bad byte turns a whole run of byte tokens into �, after part of it was sent"))])
+@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
 @settings(fuzz, phases=[Phase.generate])
 @given(data=st.data())
 def test_byte_soup_joins_to_the_full_decode(model, data):
@@ -79,7 +79,8 @@ def test_a_character_comes_whole_and_at_once(model):
     assert not any("�" in d for d in deltas) and deltas[-1] == ""
     for i in range(len(ids)):
         text = tokenizer._tokenizer.decode(ids[:i + 1])
-        if not text.endswith("�"): assert "".join(deltas[:i + 1]) == text, "a finished character waits"
+        byte = tokenizer._tokenizer.id_to_token(ids[i]).startswith("<0x")  # a run of byte tokens waits for its end
+        if not text.endswith("�") and not byte: assert "".join(deltas[:i + 1]) == text, "a finished character waits"
 
 def test_flush_gives_the_unfinished_character():
     tokenizer = tokenizer_of("smollm2-135m")
@@ -180,7 +181,6 @@ def test_min_tokens_outlasts_stops(group):
         assert len(out.token_ids) <= min_tokens + 1
     assert collect(ids, group, stop="two", min_tokens=9)[1].text == " two" * 8
 
-@pytest.mark.xfail(strict=True, reason="a stop text that begins before min_tokens is not seen when it ends after, as it is in vLLM")
 def test_stop_that_is_complete_after_min_tokens_ends_the_answer():
     ids = tokenizer_of("smollm2-135m")(" one two three four five six", add_special_tokens=False).input_ids
     assert collect(ids, stop="two three four", min_tokens=3)[1].text == " one "
