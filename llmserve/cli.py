@@ -142,7 +142,7 @@ def run_demo(args) -> int:
             if console.is_terminal: live.update(grid())
         live.update(grid())
     seconds, records = time.monotonic() - start, list(llm.engine.records)
-    table = Table(title=f"{sum(len(r.outputs[0].token_ids) for r in results) / seconds:.0f} tokens/s over {seconds:.1f} s, {len(records)} steps, {sum(r.num_tokens for r in records):,} tokens computed, none of them padding")
+    table = Table(title=f"{sum(len(r.outputs[0].token_ids) for r in results) / seconds:.0f} tokens/s over {seconds:.1f} s, {len(records)} steps, {sum(r.num_tokens for r in records):,} tokens computed")
     for c in ("request", "prompt", "from cache", "answer", "TTFT ms", "TPOT ms", "tokens/s", "blocks", "ended by"): table.add_column(c, justify="right")
     size = llm.config.block_size
     for q, r in zip(DEMO, results):

@@ -224,7 +224,7 @@ class Sequence:
         self.block_hashes, self.num_committed = [], 0  # hashes of full blocks; how many are in the prefix cache
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first scheduled
         self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
-        self.seed, self.num_preemptions, self.arrival = request.seed + index, 0, 0
+        self.seed, self.num_preemptions, self.arrival = (request.seed + index + 2**63) % 2**64 - 2**63, 0, 0
         self.first_scheduled_time = self.first_token_time = self.last_token_time = self.finish_time = None
         params = request.params
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)

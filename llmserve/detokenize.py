@@ -57,7 +57,7 @@ class StopFinder:
         include: bool = False,  # keep the stop text in the answer
     ):
         self.stops, self.include = stops, include
-        self.hold = max((len(s) for s in stops), default=1) - 1  # characters that may not be sent yet
+        self.hold = 0 if include else max((len(s) for s in stops), default=1) - 1  # characters that may not be sent yet
         self.text, self.sent = "", 0
         self.found = None  # the stop text, once seen
 

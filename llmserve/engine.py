@@ -29,7 +29,8 @@ class Engine:
         self.requests = {}  # id → Request, until its last sequence has ended
         self.records = deque(maxlen=10_000)  # StepRecords, newest last
         self.on_step = []  # called with each StepRecord
-        self._ids, self._seeds, self._steps = count(), count(), count()
+        self._ids, self._steps, self._num_added = count(), count(), 0
+        self._ended = []  # ids of sequences that were ended from outside since the last record
 
     @property
     def has_work(self) -> bool: return self.scheduler.has_work
@@ -53,11 +54,12 @@ def add(self: Engine,
         bad = [t for t in getattr(params, name) or () if not 0 <= t < vocab]
         if bad: raise InvalidRequest(f"{name} has token id {bad[0]}, the vocabulary ends at {vocab - 1:,}")
     check_number("priority", priority, integer=True)
-    request_id = f"r{next(self._ids)}" if request_id is None else request_id
+    if request_id is None: request_id = next(name for i in self._ids if (name := f"r{i}") not in self.requests)
     if request_id in self.requests: raise InvalidRequest(f"a request with id {request_id!r} is running already")
-    seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + next(self._seeds) * 7_919) % 2**62
+    seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + self._num_added * 7_919) % 2**62
     request = Request(request_id, [int(t) for t in ids], params, prompt, priority, cache_salt, self.spec.eos_token_ids, seed)
     self.scheduler.add(request)
+    self._num_added += 1
     self.requests[request_id] = request
     return request
 
@@ -78,13 +80,15 @@ def step(self: Engine) -> list:  # SequenceUpdate per sequence with news
     for seq in finished: self._forget(seq)
     record = StepRecord(next(self._steps), start, decided - start + time.monotonic() - executed, executed - decided,
                         [(s.id, n, len(t)) for s, n, t in zip(order.sequences, order.num_tokens, result.tokens)], len(self.scheduler.running), len(self.scheduler.waiting),
-                        [s.id for s in order.preempted], [s.id for s in finished], self.blocks.num_used, self.blocks.num_blocks, order.num_cached_tokens)
+                        [s.id for s in order.preempted], self._ended + [s.id for s in finished], self.blocks.num_used, self.blocks.num_blocks, order.num_cached_tokens)
+    self._ended = []
     self.records.append(record)
     for listener in self.on_step: listener(record)
     return updates
 
 def finish(self: Engine, seq: Sequence, reason: str = "abort", stop=None):
     "End one sequence from outside; its blocks are free at once."
+    if not seq.finished: self._ended.append(seq.id)
     self.scheduler.finish(seq, reason, stop)
     self._forget(seq)
 

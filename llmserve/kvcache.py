@@ -176,6 +176,7 @@ def plan_memory(
     step = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     share = [1.0 if w is None or len(windows) == 1 else min(1.0, (w + size) / (4 * w)) for w in windows]
     wanted = config.max_model_len or spec.max_position
+    if wanted > spec.max_position: raise ValueError(f"max_model_len must be at most {spec.max_position:,}, which {spec.name} was made for, got {wanted:,}")
 
     def plan(length):  # blocks per group if at least one sequence of that length must fit
         least = blocks_per_sequence(length, windows, size, step)

@@ -9,6 +9,7 @@ __all__ = ['LLM', 'encode', 'generate', 'stream', 'chat_prompt', 'chat']
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 
 from .core import EngineConfig, InvalidRequest, RequestOutput, SamplingParams
@@ -28,6 +29,7 @@ class LLM:
         if unknown: raise TypeError(f"unknown engine setting {', '.join(sorted(unknown))}; known are {', '.join(sorted(EngineConfig.__dataclass_fields__))}")
         self.engine = engine or Engine(EngineConfig(model=model, **settings))
         self.config, self.tokenizer = self.engine.config, self.engine.runner.loaded.tokenizer
+        self._open = {}  # request id → (prompt index, Collector, inbox, results) of the call it belongs to
         if not quiet: print(f"{self.engine.spec.name}: {str(self.engine.runner.loaded.dtype).removeprefix('torch.')} on {self.engine.runner.device}. {self.engine.plan}", file=sys.stderr)
 
     def get_tokenizer(self): return self.tokenizer
@@ -42,7 +44,11 @@ def _as_prompts(prompts) -> list:
 def encode(self: LLM, prompt) -> tuple:  # (text or None, token ids)
     "Tokenize a prompt. Raises `InvalidRequest` for anything that is not one."
     if isinstance(prompt, dict):
-        if prompt.get("prompt_token_ids") is not None: return prompt.get("prompt"), prompt["prompt_token_ids"]
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown: raise InvalidRequest(f"a prompt has no field {', '.join(map(str, sorted(unknown, key=str)))}; known are prompt, prompt_token_ids, cache_salt")
+        ids = prompt.get("prompt_token_ids")
+        if ids is not None and not isinstance(ids, (list, tuple)): raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {type(ids).__name__}")
+        if ids is not None: return prompt.get("prompt"), list(ids)
         prompt = prompt.get("prompt")
     if isinstance(prompt, str):
         if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
@@ -62,38 +68,56 @@ def _pairs(self: LLM, prompts, params, priority=None) -> list:
 LLM.encode, LLM._pairs = encode, _pairs
 
 # %% ../nbs/26_llm.ipynb #6cd60618
+def _pump(self: LLM):
+    "One step of the engine; its news go to the inboxes of the calls they belong to."
+    for update in self.engine.step():
+        seq = update.sequence
+        if seq.request.id not in self._open: continue
+        i, collector, inbox, results = self._open[seq.request.id]
+        delta = collector.take(update)
+        if delta is None: continue
+        delta.prompt_index = i
+        if delta.finish_reason and not seq.finished: self.engine.finish(seq, "stop", delta.stop_reason)  # a stop text, which only the text side can see
+        if collector.finished:
+            results[i] = collector.result()
+            del self._open[seq.request.id]
+        inbox.append(delta)
+    for request_id in [r for r in self._open if r not in self.engine.requests]:  # ended from outside
+        i, collector, inbox, results = self._open.pop(request_id)
+        for out in collector.outputs: out.finish_reason = out.finish_reason or "abort"
+        results[i] = collector.result()
+        inbox.append(Delta(request_id, 0, "", [], finish_reason="abort", prompt_index=i))
+
 def _drive(self: LLM, requests: list, results: list) -> Iterator[Delta]:
     "Run requests to the end, yielding deltas; fills `results` with one RequestOutput per request, in order."
-    collectors, first_error = {}, None
-    for i, (prompt, params, priority) in enumerate(requests):
-        try:
-            text, ids = self.encode(prompt)
-            if params.detokenize and params.stop and self.tokenizer is None: raise InvalidRequest("stop texts need a tokenizer, and this model has none")
-            request = self.engine.add(ids, params, prompt=text, priority=priority)
-            collectors[request.id] = (i, Collector(request, self.tokenizer))
-            results.append(None)
-        except InvalidRequest as e:
-            first_error = first_error or e
-            results.append(RequestOutput(f"refused-{i}", prompt if isinstance(prompt, str) else None, [], [], True, error=str(e)))
-    if first_error is not None:
-        if not collectors: raise first_error
-        bad = [i for i, r in enumerate(results) if r is not None]
-        warnings.warn(f"{len(bad)} of {len(results)} prompts were refused (first: prompt {bad[0]}: {first_error}); see RequestOutput.error", stacklevel=4)
+    inbox, mine, first_error = deque(), set(), None
     try:
-        while collectors:
-            for update in self.engine.step():
-                seq = update.sequence
-                if seq.request.id not in collectors: continue
-                i, collector = collectors[seq.request.id]
-                delta = collector.take(update)
-                if delta is None: continue
-                delta.prompt_index = i
-                if delta.finish_reason and not seq.finished: self.engine.finish(seq, "stop", delta.stop_reason)  # a stop text, which only the text side can see
-                if collector.finished: results[i] = collector.result(); del collectors[seq.request.id]
-                yield delta
+        for i, (prompt, params, priority) in enumerate(requests):
+            try:
+                text, ids = self.encode(prompt)
+                if not isinstance(params, SamplingParams): raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+                if params.stop and self.tokenizer is None: raise InvalidRequest("stop texts need a tokenizer, and this model has none")
+                request = self.engine.add(ids, params, prompt=text, priority=priority, cache_salt=prompt.get("cache_salt") if isinstance(prompt, dict) else None)
+                mine.add(request.id)
+                self._open[request.id] = (i, Collector(request, self.tokenizer), inbox, results)
+                results.append(None)
+            except InvalidRequest as e:
+                first_error = first_error or e
+                results.append(RequestOutput(f"refused-{i}", prompt if isinstance(prompt, str) else None, [], [], True, error=str(e)))
+        if first_error is not None:
+            if not mine: raise first_error
+            bad = [i for i, r in enumerate(results) if r is not None]
+            warnings.warn(f"{len(bad)} of {len(results)} prompts were refused (first: prompt {bad[0]}: {first_error}); see RequestOutput.error", stacklevel=4)
+        while True:
+            if inbox: yield inbox.popleft()
+            elif mine & self._open.keys(): self._pump()
+            else: break
     finally:
-        for request_id in collectors: self.engine.abort(request_id)
+        for request_id in mine & self._open.keys():
+            del self._open[request_id]
+            self.engine.abort(request_id)
 
+LLM._pump = _pump
 LLM._drive = _drive
 
 # %% ../nbs/26_llm.ipynb #a7a205e9

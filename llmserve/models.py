@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_member', 'convert_gguf', 'check_gguf',
            'check_safetensors', 'find', 'attend_with', 'listener', 'attention', 'register', 'ModelSpec', 'check_config',
-           'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load', 'load_tokenizer']
+           'rope_types', 'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load',
+           'load_tokenizer']
 
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
@@ -164,7 +165,7 @@ def find(
     known = f"aliases are {', '.join(ALIASES)}; otherwise give a folder, a .gguf file or a Hugging Face id like 'org/model'"
     if str(name).count("/") != 1 or str(name).startswith(("/", ".", "~")): raise InvalidModel(f"unknown model {str(name)!r}: no such file or folder; {known}")
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+    try: return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]))
     except Exception as e: raise InvalidModel(f"unknown model {str(name)!r}: not found on Hugging Face ({type(e).__name__}); {known}") from e
 
 # %% ../nbs/01_models.ipynb #fc156ea6
@@ -240,7 +241,12 @@ def check_config(config, name: str):
     other = sorted(set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention", "attention"})
     if other: raise InvalidModel(f"{name} ({config.model_type}) has layers of type {', '.join(other)}; only full and sliding attention are served")
     if getattr(text, "use_bidirectional_attention", False): raise InvalidModel(f"{name} ({config.model_type}) attends in both directions")
+    if any("dynamic" in kind for kind in rope_types(getattr(text, "rope_parameters", None) or {})): raise InvalidModel(f"{name} ({config.model_type}) scales its rotary embedding by the longest sequence of a batch, so neighbours would change answers")
     if getattr(text, "alibi", False): raise InvalidModel(f"{name} ({config.model_type}) uses ALiBi, which the kernels do not have")
+
+def rope_types(rope: dict) -> set:
+    "The kinds of rotary embedding a configuration names, also per type of layer."
+    return {str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type")}
 
 def probe(
     model,  # a causal LM loaded with attn_implementation="llmserve"
@@ -264,8 +270,14 @@ def probe(
     shapes = {n[:3] for n in notes.values()}
     if len(shapes) > 1: raise InvalidModel(f"{name}: layers differ in (heads, kv_heads, head_dim): {sorted(shapes)}")
     (heads, kv_heads, head_dim), = shapes
+    declared, kinds, longest = getattr(config, "sliding_window", None), getattr(config, "layer_types", None), getattr(config, "max_position_embeddings", None) or 2**20
+    for layer, (*_, window) in sorted(notes.items()):  # a window that lives in a mask of the model's own would be lost
+        slides = kinds[layer] == "sliding_attention" if kinds else bool(declared) and not any(n[3] for n in notes.values())
+        if slides and declared and not window and declared < longest: raise InvalidModel(f"{name} ({config.model_type}): layer {layer} sees {declared:,} tokens, and does not tell its attention")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in rope_types(rope): longest = min(longest, rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or longest)
     return ModelSpec(name, type(model).__name__, len(notes), heads, kv_heads, head_dim, config.hidden_size, model.get_input_embeddings().weight.shape[0],
-                     getattr(config, "max_position_embeddings", None) or 2048, tuple(notes[i][3] or None for i in range(len(notes))), end_tokens(model),
+                     longest, tuple(notes[i][3] or None for i in range(len(notes))), end_tokens(model),
                      sum(p.numel() for p in model.parameters()))
 
 def end_tokens(model) -> frozenset:
@@ -291,7 +303,7 @@ def choose_dtype(dtype: str, config, device: str):
     own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     own = getattr(torch, own) if isinstance(own, str) else own
     if device == "cpu" and own == torch.float16: own = torch.bfloat16
-    fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = device != "cpu" or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.float32 if own == torch.bfloat16 and not fast else own
 
 # %% ../nbs/01_models.ipynb #bb974e51
@@ -334,6 +346,5 @@ def load_tokenizer(folder, trust_remote_code: bool = False):
     import transformers
     path = Path(folder)
     if path.is_dir() and not any((path / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")): return None
-    try: return transformers.AutoTokenizer.from_pretrained(folder if path.is_dir() else find(folder), trust_remote_code=trust_remote_code)
-    except InvalidModel: raise
+    try: return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as e: raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {type(e).__name__}: {e}") from e

@@ -95,12 +95,12 @@ def target_probs(
         cut = torch.tensor([k < vocab for k in ks], device=logits.device)[:, None]
         logits = logits.masked_fill(cut & (logits < kth), -torch.inf)
     probs = logits.softmax(-1)
-    if (top_p < 1).any():
-        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    nucleus = (top_p[:, 0] < 1).nonzero()[:, 0]  # only these rows are sorted; the others stay as they are, bit for bit
+    if len(nucleus):
+        ordered, index = probs[nucleus].sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # probability of everything more likely
-        ordered = ordered.masked_fill(before >= top_p, 0)
-        cut = torch.zeros_like(probs).scatter(-1, index, ordered)
-        probs = torch.where(top_p < 1, cut / cut.sum(-1, keepdim=True), probs)  # rows without top-p stay as they are, bit for bit
+        ordered = ordered.masked_fill(before >= top_p[nucleus], 0)
+        probs[nucleus] = torch.zeros_like(ordered).scatter(-1, index, ordered / ordered.sum(-1, keepdim=True))
     return probs
 
 # %% ../nbs/02_sampling.ipynb #ca1f479f

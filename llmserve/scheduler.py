@@ -101,7 +101,7 @@ class Scheduler:
         if not length: raise InvalidRequest("the prompt is empty; at least one token is needed")
         if length >= self.max_model_len:
             raise InvalidRequest(f"the prompt has {length:,} tokens; with one token of answer that is more than max_model_len={self.max_model_len:,}")
-        if params.max_tokens is not None and length + params.min_tokens > self.max_model_len:
+        if length + params.min_tokens > self.max_model_len:
             raise InvalidRequest(f"the prompt has {length:,} tokens, with min_tokens={params.min_tokens:,} that is more than max_model_len={self.max_model_len:,}")
         longest = min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         for need, have in zip(self.blocks.blocks_for(longest, self.chunk), self.blocks.num_blocks):
@@ -169,7 +169,7 @@ def _admit(self: Scheduler, step: Step, budget: int):
     "Move sequences from the queue into the step while budget, seats and blocks last."
     while budget > 0 and len(self.running) < self.config.max_num_seqs:
         seq = self.waiting.peek()
-        if seq is None: return
+        if seq is None or self._sibling_is_ahead(seq): return
         hit = self.blocks.lookup(seq)
         if not self._fits(seq, hit): return
         self.waiting.pop()
@@ -188,6 +188,12 @@ def _admit(self: Scheduler, step: Step, budget: int):
         step.samples.append(seq.num_computed_tokens + n == len(seq.tokens))
         budget -= n
 
+def _sibling_is_ahead(self: Scheduler, seq: Sequence) -> bool:
+    "Whether the first of `n` samples is still computing the prompt, whose blocks the others can then share."
+    first, size = seq.request.sequences[0], self.blocks.block_size
+    return (seq.index > 0 and self.blocks.enable_prefix_caching and seq.request.params.prompt_logprobs is None and first.status is Status.RUNNING
+            and first.num_computed_tokens // size < (first.num_prompt_tokens - 1) // size)
+
 def _fits(self: Scheduler, seq: Sequence, hit: int) -> bool:
     "Whether the pools have room for all tokens of a sequence whose first `hit` blocks are known."
     need = self.blocks.blocks_for(len(seq.tokens), self.chunk)
@@ -198,7 +204,7 @@ def _fits(self: Scheduler, seq: Sequence, hit: int) -> bool:
         if pool.num_free - idle < n - len(found): return False
     return True
 
-Scheduler._admit, Scheduler._fits = _admit, _fits
+Scheduler._admit, Scheduler._sibling_is_ahead, Scheduler._fits = _admit, _sibling_is_ahead, _fits
 
 # %% ../nbs/20_scheduler.ipynb #180f1fb0
 def update(self: Scheduler, step: Step, result: StepResult) -> list:  # SequenceUpdate per sequence with news

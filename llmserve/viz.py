@@ -95,7 +95,7 @@ def draw_gantt(
         for name in r.finished:
             if name in row: ax.plot(r.start - start + r.duration, row[name], ".", color="black", ms=4)
     for (colour, (y, left, width)), label in zip(bars.items(), ["prompt", "answer"]): ax.barh(y, width, left=left, height=0.8, color=colour, label=label, lw=0)
-    ax.invert_yaxis(); ax.set(xlabel="seconds", ylabel="sequence"); ax.set_title(title, fontsize=9); ax.legend(fontsize=7, loc="lower right")
+    ax.invert_yaxis(); ax.set(xlabel="seconds", ylabel="sequence"); ax.set_title(title, fontsize=9); ax.legend(fontsize=7, loc="upper right")
     return fig
 
 # %% ../nbs/06_viz.ipynb #5bce07d0

@@ -23,7 +23,7 @@ from . import reference
 from ..kvcache import Batch, LayerCache
 
 # %% ../../kernels/11_cpu.ipynb #af794884
-_fast = dict(fastmath={"reassoc", "contract", "arcp", "nsz"}, cache=True, nogil=True)  # sums may be reordered; NaN and infinity keep their meaning
+_fast = dict(fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="numpy", cache=True, nogil=True)  # sums may be reordered; a division is not checked, which would keep a loop from becoming SIMD
 
 @njit(inline="always", **_fast)
 def exp2(x):
@@ -323,7 +323,8 @@ def _attend_long(q, k, v, cache: LayerCache, batch: Batch, i: int, scale, window
     if not plain or softcap or sinks is not None:
         ancestors = None if batch.ancestors is None else torch.from_numpy(batch.ancestors[here])
         mask = reference.visible(torch.from_numpy(batch.positions[here]), context, window, ancestors)[:, first:]
-    if softcap or sinks is not None: out[here] = reference.attend_dense(q[here], keys, values, mask, scale, softcap, sinks).to(q.dtype)
+    if softcap or sinks is not None:
+        for a in range(0, count, 256): out[here][a:a + 256] = reference.attend_dense(q[here][a:a + 256], keys, values, mask[a:a + 256], scale, softcap, sinks).to(q.dtype)
     else:
         q4, k4, v4 = (t.transpose(0, 1)[None] for t in (q[here], keys, values))  # [1, heads, tokens, head_dim]
         out[here] = torch.nn.functional.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)[0].transpose(0, 1)
@@ -344,7 +345,7 @@ def paged_attention(
 ) -> torch.Tensor:  # [tokens, heads, head_dim]
     "Attention over pages on the CPU; the same meaning as `reference.paged_attention`."
     heads, kv_heads, dim = q.shape[1], cache.all_pages.shape[3], cache.all_pages.shape[5]
-    threads = torch.get_num_threads()
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     key = ("tasks", cache.group, window, heads, threads)
     if key not in batch.scratch:
         if get_num_threads() != threads: set_num_threads(threads)
