@@ -120,7 +120,7 @@ def run_demo(args) -> int:
     from rich.live import Live
     from rich.table import Table
     from llmserve.llm import LLM
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     llm = LLM(**{"max_model_len": 2048, **chosen(args, ENGINE_FLAGS)})
     params = SamplingParams(**{"max_tokens": 64, "temperature": 0, **chosen(args, SAMPLING_FLAGS)})
     chats = [llm.chat_prompt([{"role": "system", "content": "You are a friendly assistant. Answer briefly and in plain words."}, {"role": "user", "content": q}]) for q in DEMO]
@@ -143,7 +143,7 @@ def run_demo(args) -> int:
         live.update(grid())
     seconds, records = time.monotonic() - start, list(llm.engine.records)
     table = Table(title=f"{sum(len(r.outputs[0].token_ids) for r in results) / seconds:.0f} tokens/s over {seconds:.1f} s, {len(records)} steps, {sum(r.num_tokens for r in records):,} tokens computed")
-    for c in ("request", "prompt", "from cache", "answer", "TTFT ms", "TPOT ms", "tokens/s", "blocks", "ended by"): table.add_column(c, justify="right")
+    for c in ("request", "prompt", "cached", "answer", "TTFT ms", "TPOT ms", "tok/s", "blocks", "end"): table.add_column(c, justify="left" if c == "request" else "right", no_wrap=c == "request")
     size = llm.config.block_size
     for q, r in zip(DEMO, results):
         n, m = len(r.outputs[0].token_ids), r.metrics

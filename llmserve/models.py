@@ -154,9 +154,9 @@ def find(
         key = f"{name}-{ALIASES[str(name)].sha256[:12]}"
         done = cache_dir() / "converted" / key
         return done if (done / "config.json").exists() else convert_gguf(fetch_alias(str(name)), key)
-    path = Path(name or "no name").expanduser()
+    path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf": return convert_gguf(path)
-    if path.is_dir():
+    if path.is_dir() and str(name):
         if (path / "config.json").exists(): return path
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1: return convert_gguf(files[0])
