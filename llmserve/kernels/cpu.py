@@ -135,11 +135,14 @@ def _accumulate(p, v, rows, n, acc, column, ahead):
             if r == 0: _fetch_rows(ahead, t, 4)
             c = column + t
             v0, v1, v2, v3 = v[t], v[t + 1], v[t + 2], v[t + 3]
+            w00, w01, w02, w03 = p0[c], p0[c + 1], p0[c + 2], p0[c + 3]  # read before the loop, which the compiler could not do: acc might overlap p
+            w10, w11, w12, w13 = p1[c], p1[c + 1], p1[c + 2], p1[c + 3]
+            w20, w21, w22, w23 = p2[c], p2[c + 1], p2[c + 2], p2[c + 3]
             for d in range(acc.shape[1]):
                 y0, y1, y2, y3 = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
-                a0[d] += p0[c] * y0 + p0[c + 1] * y1 + p0[c + 2] * y2 + p0[c + 3] * y3
-                a1[d] += p1[c] * y0 + p1[c + 1] * y1 + p1[c + 2] * y2 + p1[c + 3] * y3
-                a2[d] += p2[c] * y0 + p2[c + 1] * y1 + p2[c + 2] * y2 + p2[c + 3] * y3
+                a0[d] += w00 * y0 + w01 * y1 + w02 * y2 + w03 * y3
+                a1[d] += w10 * y0 + w11 * y1 + w12 * y2 + w13 * y3
+                a2[d] += w20 * y0 + w21 * y1 + w22 * y2 + w23 * y3
         for t in range(n - n % 4, n):
             w0, w1, w2, v0 = p0[column + t], p1[column + t], p2[column + t], v[t]
             for d in range(acc.shape[1]):
@@ -286,7 +289,7 @@ def plan_tasks(
         first = np.minimum(np.maximum(oldest - window + 1, 0) // size, batch.context_lens[chosen] // size).astype(end.dtype)
     cost = 2 + counts[chosen] * rows_per_query  # of one block
     total = int(((end - first) * cost).sum()) * kv_heads
-    piece = np.maximum(8, total // (threads * 8) // cost)  # blocks
+    piece = np.maximum(8, total // (threads * 16) // cost)  # blocks
     pieces = -(-(end - first) // piece)
     tasks, merges, target = [], [], 0
     if (pieces > 1).any():
