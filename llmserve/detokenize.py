@@ -116,7 +116,7 @@ def take(self: Collector, update: SequenceUpdate) -> Delta | None:  # None once 
     out, decoder, finder = self.outputs[seq.index], self.decoders[seq.index], self.finders[seq.index]
     for at, found in update.prompt_logprobs or []: self.prompt_logprobs[at] = self._named(found)
     if out.finish_reason: return None
-    text, first, logprobs = "", len(out.token_ids), None
+    text, first = "", len(out.token_ids)
     for j, token in enumerate(update.new_tokens):
         out.token_ids.append(token)
         if out.logprobs is not None:

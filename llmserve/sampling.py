@@ -83,7 +83,7 @@ def target_probs(
     "The distribution each row is drawn from: temperature, min-p, top-k, top-p."
     logits = logits / column(rows, "temperature", logits)
     vocab = logits.shape[-1]
-    min_p, top_p, top_k = column(rows, "min_p", logits), column(rows, "top_p", logits), column(rows, "top_k", logits)
+    min_p, top_p = column(rows, "min_p", logits), column(rows, "top_p", logits)
     if (min_p > 0).any():
         best = logits.max(-1, keepdim=True).values
         logits = logits.masked_fill(logits < best + min_p.log(), -torch.inf)  # p < min_p × p_max

@@ -11,7 +11,6 @@ from types import MethodType
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import njit, prange
 from torch import nn
 
