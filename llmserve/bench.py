@@ -132,27 +132,27 @@ def memory(
 
 # %% ../nbs/50_bench.ipynb #d05083af
 def attention(
-    shapes: list = ((32, 512), (1, 8192), (8, 2048)),  # (sequences, tokens each)
+    shapes: list = (("bfloat16", 32, 512), ("bfloat16", 1, 8192), ("bfloat16", 8, 2048), *((f, 32, 512) for f in ("fp8_e4m3", "int8", "int4"))),  # (kv_cache_dtype, sequences, tokens each)
     heads: int = 9, kv_heads: int = 3, head_dim: int = 64,
     layers: int = 8,  # take turns, so that pages come from memory
     repeat: int = 30,
 ) -> list:  # one dict per shape
-    "Decode over bf16 pages: Numba against gather + SDPA, against reading the same pages, and against one long sum."
+    "Decode over pages: Numba against gather + SDPA, against reading the same pages, and against one long sum."
     from array import array
     import numpy as np
     import torch
     import torch.nn.functional as F
     from llmserve.kernels import cpu, reference
     from numba import njit, prange
-    from llmserve.kvcache import KVFormat, LayerCache, allocate_pages, pack
+    from llmserve.kvcache import LayerCache, allocate_pages, kv_format, pack, page_shape
 
     @njit(parallel=True, fastmath=True)
     def read_pages(pages, layer, blocks, out):  # the same pages in the same order, and next to nothing done with them
         for part in prange(len(out)):
-            total = np.uint16(0)
+            total = np.uint64(0)
             for i in range(part * len(blocks) // len(out), (part + 1) * len(blocks) // len(out)):
-                rows = pages[blocks[i], layer].reshape(-1)
-                for j in range(len(rows)): total ^= rows[j]
+                words = pages[blocks[i], layer]
+                for j in range(len(words)): total ^= words[j]
             out[part] = total
 
     def median(f, n=repeat):
@@ -162,26 +162,29 @@ def attention(
         return statistics.median(times)
 
     rows, flat = [], torch.ones(2**26)
-    for sequences, context in shapes:
+    for kv_cache_dtype, sequences, context in shapes:
         need = -(-context // 16)
         order = np.random.default_rng(0).permutation(sequences * need).astype(np.int32)
         tables = [array("i", order[i * need:(i + 1) * need].tolist()) for i in range(sequences)]
-        pages = allocate_pages((sequences * need, layers, 2, kv_heads, 16, head_dim), torch.bfloat16, "cpu").normal_()
-        caches = [LayerCache(pages, i, 0, KVFormat("bfloat16", torch.bfloat16)) for i in range(layers)]
+        format = kv_format(kv_cache_dtype, torch.bfloat16)
+        pages = allocate_pages(page_shape(sequences * need, layers, kv_heads, head_dim, 16, format), "cpu")
+        caches = [LayerCache(pages, i, 0, format, 16, head_dim) for i in range(layers)]
+        past = pack([[0] * context] * sequences, [0] * sequences, [tables], 16)
+        for c in caches: cpu.write_kv(*(torch.randn(sequences * context, kv_heads, head_dim).bfloat16() for _ in range(2)), c, past)
         batch = pack([[0]] * sequences, [context - 1] * sequences, [tables], 16)
         q = torch.randn(sequences, heads, head_dim).bfloat16()
         def gathered(i):
             out = torch.empty_like(q)
             for s in range(sequences):
                 k, v = (t.transpose(0, 1)[None] for t in reference.gather(caches[i % layers], batch, s))
-                out[s] = F.scaled_dot_product_attention(q[s:s + 1].transpose(0, 1)[None], k, v, enable_gqa=True)[0, :, 0]
+                out[s] = F.scaled_dot_product_attention(q[s:s + 1].transpose(0, 1)[None], k.to(q.dtype), v.to(q.dtype), enable_gqa=True)[0, :, 0]
             return out
         ours = median(lambda i: cpu.paged_attention(q, caches[i % layers], batch, head_dim**-0.5))
         theirs = median(gathered, max(repeat // 3, 3))
-        numpy_pages, parts = cpu.as_numpy(pages), np.zeros(torch.get_num_threads(), np.uint16)
-        reading = median(lambda i: read_pages(numpy_pages, i % layers, batch.block_ids[0], parts))
-        size, long_sum = sequences * context * 2 * kv_heads * head_dim * 2, flat.numel() * 4 / median(lambda i: flat.sum(), 7)
-        rows.append(dict(sequences=sequences, context=context, numba_ms=round(ours * 1e3, 3), gather_sdpa_ms=round(theirs * 1e3, 3), speedup=round(theirs / ours, 2), gb_s=round(size / ours / 1e9, 1),
+        words, parts = pages.view(torch.int64).numpy().view(np.uint64).reshape(*pages.shape[:2], -1), np.zeros(torch.get_num_threads(), np.uint64)
+        reading = median(lambda i: read_pages(words, i % layers, batch.block_ids[0], parts))
+        size, long_sum = pages.numel() // layers, flat.numel() * 4 / median(lambda i: flat.sum(), 7)
+        rows.append(dict(kv_cache_dtype=kv_cache_dtype, sequences=sequences, context=context, numba_ms=round(ours * 1e3, 3), gather_sdpa_ms=round(theirs * 1e3, 3), speedup=round(theirs / ours, 2), gb_s=round(size / ours / 1e9, 1),
                          reading_pages_gb_s=round(size / reading / 1e9, 1), share=round(reading / ours, 3), long_sum_gb_s=round(long_sum / 1e9, 1), share_of_sum=round(size / ours / long_sum, 3)))
     return rows
 

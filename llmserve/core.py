@@ -141,7 +141,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights and KV together
     kv_cache_memory: int | str | None = None  # bytes for KV ("2GiB"); None: from gpu_memory_utilization, or a quarter of free RAM on a CPU
     num_gpu_blocks_override: int | None = None  # exact number of blocks, for tests
-    kv_cache_dtype: str = "auto"  # auto: the model's dtype
+    kv_cache_dtype: str = "auto"  # auto (the model's dtype), float32, bfloat16, float16, fp8_e4m3 (= fp8), fp8_e5m2, int8, int4
     max_num_seqs: int = 256  # sequences that run at once
     max_num_batched_tokens: int = 2048  # tokens computed in one step
     long_prefill_token_threshold: int = 0  # longest piece of one prompt in a step; 0: as much as the step holds
@@ -168,7 +168,7 @@ def _check_config(self: EngineConfig):
         if getattr(self, name) is not None: check_number(name, getattr(self, name), 1, integer=True)
     if self.kv_cache_memory is not None: self.kv_cache_memory = parse_bytes(self.kv_cache_memory)
     choices = dict(dtype=("auto", "float32", "bfloat16", "float16"), scheduling_policy=("fcfs", "priority"),
-                   attention_backend=("auto", "numba", "reference"), kv_cache_dtype=("auto", "float32", "bfloat16", "float16"))
+                   attention_backend=("auto", "numba", "reference"), kv_cache_dtype=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"))
     for name, allowed in choices.items():
         if getattr(self, name) not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 

@@ -28,8 +28,8 @@ class Runner:
         self.model, self.spec, self.device = self.loaded.model, self.loaded.spec, self.loaded.device
         self.backend = choose_backend(config.attention_backend, self.device, self.loaded.dtype)
         self.fused = fuse.fuse_model(self.model) if config.fuse and self.device == "cpu" and self.backend is cpu else {}
-        self.format = kv_format(config.kv_cache_dtype, self.loaded.dtype)
-        if self.backend is cpu and self.format.dtype not in (torch.float32, torch.bfloat16): raise ValueError(f"kv_cache_dtype must be float32 or bfloat16 with attention_backend='numba', got {config.kv_cache_dtype!r}")
+        self.format = kv_format(config.kv_cache_dtype, self.loaded.dtype, self.spec.head_dim)
+        if self.backend is cpu and self.format.dtype == torch.float16: raise ValueError(f"kv_cache_dtype must be float32, bfloat16 or quantized with attention_backend='numba', got {config.kv_cache_dtype!r}")
         self.plan = plan_memory(self.spec, config, self.format, available_memory(config, self.device) - self._activation_bytes())
         self.cache = KVCache(self.spec, self.plan.num_blocks, config.block_size, self.format, self.device)
         self._keeps_rows = self._can_select_rows()

@@ -38,22 +38,26 @@ def write_kv(
     slots = torch.as_tensor(batch.slots[cache.group], device=k.device)
     keep = slots >= 0
     block, offset = slots[keep] // batch.block_size, slots[keep] % batch.block_size
-    cache.pages[block, 0, :, offset] = cache.format.encode(k[keep])
-    cache.pages[block, 1, :, offset] = cache.format.encode(v[keep])
+    for x, codes, scales in ((k, cache.k_codes, cache.k_scales), (v, cache.v_codes, cache.v_scales)):
+        row, scale = cache.format.encode(x[keep])
+        codes[block, :, offset] = row
+        if scale is not None: scales[block, :, offset] = scale
 
 def gather(
     cache: LayerCache,
     batch: Batch,
     i: int,  # which sequence of the batch
     first: int = 0,  # first token wanted
-) -> tuple:  # k, v: [length - first, kv_heads, head_dim]
+) -> tuple:  # k, v: [length - first, kv_heads, head_dim], in the format's dtype; float32 if it is quantized
     "The K and V of one sequence, read through its block table; blocks before `first` are not touched."
     table = batch.block_ids[cache.group][batch.table_start[cache.group][i]:batch.table_start[cache.group][i + 1]]
     length, size = int(batch.context_lens[i] + batch.query_lens[i]), batch.block_size
     blocks = torch.as_tensor(table[first // size:-(-length // size)].astype("int64"), device=cache.pages.device)
-    kv = cache.pages[blocks].permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, tokens, kv_heads, head_dim]
     skip = first - first // size * size
-    return kv[0, skip:skip + length - first], kv[1, skip:skip + length - first]
+    def read(codes, scales):
+        rows = codes[blocks] if scales is None else cache.format.decode(codes[blocks], scales[blocks])  # [blocks, kv_heads, block_size, head_dim]
+        return rows.transpose(1, 2).flatten(0, 1)[skip:skip + length - first]
+    return read(cache.k_codes, cache.k_scales), read(cache.v_codes, cache.v_scales)
 
 # %% ../../kernels/10_reference.ipynb #f61b7f0c
 def attend_dense(
@@ -97,7 +101,7 @@ def paged_attention(
         k, v = gather(cache, batch, i, first)
         ancestors = None if batch.ancestors is None else torch.as_tensor(batch.ancestors[here], device=q.device)
         mask = visible(positions, context, window, ancestors)[:, first:]
-        out[here] = attend_dense(q[here], cache.format.decode(k), cache.format.decode(v), mask, scale, softcap, sinks).to(q.dtype)
+        out[here] = attend_dense(q[here], k, v, mask, scale, softcap, sinks).to(q.dtype)
     return out
 
 # %% ../../kernels/10_reference.ipynb #f3a43721
