@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GROUP', 'round_up_bf16', 'KVFormat', 'kv_format', 'LayerCache', 'page_shape', 'allocate_pages', 'KVCache',
-           'copy_blocks', 'Batch', 'pack', 'MemoryPlan', 'plan_memory', 'available_memory']
+           'copy_pages', 'copy_blocks', 'move_rows', 'Batch', 'pack', 'MemoryPlan', 'plan_memory', 'available_memory']
 
 # %% ../nbs/05_kvcache.ipynb #eb4cbcec
 import ctypes
@@ -153,16 +153,52 @@ class KVCache:
     def num_bytes(self) -> int: return sum(p.numel() for p in self.pages)
 
 # %% ../nbs/05_kvcache.ipynb #407ec79b
+def copy_pages(
+    source: torch.Tensor,  # uint8 [num_blocks, layers, 2, kv_heads, bytes]
+    target: torch.Tensor,  # the same shape but for the number of blocks; may be on another device, or the same tensor
+    pairs: list,  # (from, to) block ids; with one tensor, no block is both
+):
+    "Copy whole blocks: all layers, K and V, in one go."
+    if not pairs: return
+    if source.device.type == target.device.type == "cpu":
+        a, b = source.view(len(source), -1).numpy(), target.view(len(target), -1).numpy()
+        for i, j in pairs: b[j] = a[i]
+    else:
+        from llmserve.kernels.page_copy import copy_on_gpu
+        copy_on_gpu(source, target, pairs)
+
 def copy_blocks(self: KVCache,
     group: int,
     pairs: list,  # (from, to) block ids; no block is both
 ):
-    "Copy whole blocks within a group: all layers, K and V, in one go."
-    if not pairs: return
-    source, target = torch.tensor(pairs, device=self.pages[group].device).T
-    self.pages[group][target] = self.pages[group][source]
+    "Copy whole blocks within a group."
+    copy_pages(self.pages[group], self.pages[group], pairs)
 
 KVCache.copy_blocks = copy_blocks
+
+# %% ../nbs/05_kvcache.ipynb #ae154a0d
+def move_rows(self: KVCache,
+    group: int,
+    moves: list,  # per sequence: list of (from slot, to slot), slot = block × block_size + offset
+):
+    "Move single tokens within a group: all layers, K and V, codes and scales."
+    pairs = [p for run in moves for p in run if p[0] != p[1]]
+    if not pairs: return
+    pages, f, size, dim = self.pages[group], self.format, self.block_size, self.spec.head_dim
+    if pages.device.type != "cpu":
+        from llmserve.kernels.page_copy import move_on_gpu
+        return move_on_gpu(self, group, moves)
+    (a, x), (b, y) = (np.divmod(np.array(side), size) for side in zip(*pairs))
+    (a, x), (b, y) = ((torch.from_numpy(i), torch.from_numpy(j)) for i, j in ((a, x), (b, y)))
+    end = f.width(dim) * size * f.dtype.itemsize
+    codes = pages[..., :end].view(f.dtype)
+    views = [codes[:, :, 0].unflatten(-1, (-1, size)).transpose(-1, -2), codes[:, :, 1].unflatten(-1, (size, -1))]  # [num_blocks, layers, kv_heads, block_size, width]
+    if f.is_quantized: views.append(pages[..., end:end + 2 * f.num_scales(dim) * size].view(torch.bfloat16).unflatten(-1, (-1, size)).transpose(-1, -2))  # [num_blocks, layers, 2, kv_heads, block_size, num_scales]
+    for v in views:
+        middle = (slice(None),) * (v.dim() - 3)
+        v[(b, *middle, y)] = v[(a, *middle, x)]
+
+KVCache.move_rows = move_rows
 
 # %% ../nbs/05_kvcache.ipynb #b5998648
 @dataclass
