@@ -6,13 +6,14 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lab notebooks bench clean help
+.PHONY: demo test test-all lab notebooks bench gpu-check clean help
 help:
 	@echo "make demo       eight prompts answered at once"
 	@echo "make test       every chapter and every test (make test-all: the long matrices too)"
 	@echo "make lab        JupyterLab on the chapters"
 	@echo "make notebooks  run the chapters and store their outputs"
 	@echo "make bench      throughput, step against its floor, attention, scheduler, memory"
+	@echo "make gpu-check  on a machine with a GPU: tests on the device, then kernel benchmarks"
 	@echo "make clean      remove .venv and build files"
 
 $(READY): settings.ini setup.py constraints.txt
@@ -53,6 +54,15 @@ bench: $(READY)
 	$(BIN)/llmserve bench attention
 	$(BIN)/llmserve bench scheduler
 	$(BIN)/llmserve bench memory
+
+# Runs in any Python that has the requirements (GPU_PYTHON), so that a borrowed card needs no install.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+OUT ?= data/gpu
+gpu-check:
+	mkdir -p $(OUT)
+	nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee $(OUT)/card.txt
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q tests/test_gpu.py tests/test_kernels.py -k "not compile"
+	PYTHONPATH=. $(GPU_PYTHON) -c "import json; from llmserve import bench; rows = bench.gpu_attention(); bench.show(rows, False); json.dump(rows, open('$(OUT)/kernels.json', 'w'), indent=1)"
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

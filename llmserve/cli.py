@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     memory = bench.add_parser("memory", help="waste and padding with requests of mixed length")
     memory.add_argument("--num-prompts", type=int, default=64)
     for p in (throughput, memory): add_flags(p, EngineConfig, [n for n in ENGINE_FLAGS if n != "enable_prefix_caching"])
-    everything = [throughput, memory, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
+    everything = [throughput, memory, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
     add_flags(everything[-1], EngineConfig, ["model", "dtype"])
     for p in everything: p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
@@ -163,6 +163,7 @@ def run_bench(args) -> int:
     elif args.what == "memory": rows = [bench.memory(num_prompts=args.num_prompts, quiet=args.json, **settings)]
     elif args.what == "attention": rows = bench.attention()
     elif args.what == "scheduler": rows = bench.scheduler()
+    elif args.what == "gpu": rows = bench.gpu_attention()
     else: rows = bench.floor_table(**settings)
     bench.show(rows, args.json)
     return 0

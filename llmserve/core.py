@@ -147,7 +147,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  # longest piece of one prompt in a step; 0: as much as the step holds
     enable_prefix_caching: bool = True  # reuse blocks of equal prefixes
     scheduling_policy: str = "fcfs"  # fcfs or priority (smaller number first)
-    attention_backend: str = "auto"  # auto, numba, reference
+    attention_backend: str = "auto"  # auto, numba (CPU), triton (GPU), reference
+    enforce_eager: bool = False  # on a GPU, do not record decode steps as CUDA graphs
     fuse: bool = True  # merge and pack what surrounds the attention, where proven equal
     trust_remote_code: bool = False  # run code that comes with a model
     seed: int = 0  # seeds of requests that bring none are derived from it
@@ -168,7 +169,7 @@ def _check_config(self: EngineConfig):
         if getattr(self, name) is not None: check_number(name, getattr(self, name), 1, integer=True)
     if self.kv_cache_memory is not None: self.kv_cache_memory = parse_bytes(self.kv_cache_memory)
     choices = dict(dtype=("auto", "float32", "bfloat16", "float16"), scheduling_policy=("fcfs", "priority"),
-                   attention_backend=("auto", "numba", "reference"), kv_cache_dtype=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"))
+                   attention_backend=("auto", "numba", "triton", "reference"), kv_cache_dtype=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"))
     for name, allowed in choices.items():
         if getattr(self, name) not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 

@@ -1,8 +1,11 @@
 "Shared by all tests: tiny random models, real models once per session, and engines that run to the end."
 import functools
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first kernel is imported
 
 from llmserve.core import EngineConfig, SamplingParams
 from llmserve.engine import Engine

@@ -146,3 +146,48 @@ def test_real(name, path):
         engine = check(folder, prompts, 24, dict(max_num_batched_tokens=256), twice=False, pressure=True)
         assert preempted_share(engine) > 0.5
     else: check(folder, prompts, 24, {**settings, "kv_cache_memory": "512MiB"}, one_by_one)
+
+
+# ---- Triton, interpreted where there is no GPU
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
+def test_triton(name, tiny):
+    folder = tiny(name)
+    prompts = prompts_of([1, 16, 33, 50], 160)
+    engine = check(folder, prompts, 6, dict(attention_backend="triton", device="cuda" if torch.cuda.is_available() else "cpu", max_num_batched_tokens=40))
+    assert engine.runner.backend.name == "triton"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_triton_decode_graphs(name, tiny):
+    "The buffers of recorded decode steps: where nothing can be recorded, the step is run again at each replay."
+    from llmserve.runner import DecodeGraphs
+
+    def again(run):
+        out = run()
+        return lambda: out.copy_(run()), out
+
+    folder = tiny(name)
+    prompts = prompts_of([1, 17, 30, 31, 48], 160)
+    engine = make_engine(folder, attention_backend="triton", device="cuda" if torch.cuda.is_available() else "cpu", max_model_len=64)
+    if engine.runner.device == "cpu": engine.runner.graphs = DecodeGraphs(engine.runner, (2, 4, 8), again)
+    expected = [[oracle(str(folder), tuple(p), 5 + i)] for i, p in enumerate(prompts)]
+    requests = [engine.add(p, SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
+    sequences = [r.sequences[0] for r in requests]
+    while engine.has_work: engine.step()
+    assert [[s.output_token_ids] for s in sequences] == expected
+    assert len(engine.runner.graphs.recorded) >= 2
+
+
+# ---- quantized KV: the fast kernels give what the reference gives over the same format
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "int8", "int4"])
+def test_quantized(format, tiny):
+    prompts = prompts_of([1, 16, 33, 70], 160)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for name in ("llama", "gemma3"):
+        def answers(**settings): return run(make_engine(tiny(name), kv_cache_dtype=format, max_model_len=96, **settings), prompts, params)
+        expected = answers(attention_backend="reference")
+        assert answers(max_num_batched_tokens=24) == expected
+        assert answers(num_gpu_blocks_override=12, max_num_batched_tokens=48) == expected
+    assert run(make_engine(tiny("llama"), kv_cache_dtype=format, max_model_len=96, attention_backend="triton"), prompts[:3], params) == run(make_engine(tiny("llama"), kv_cache_dtype=format, max_model_len=96), prompts[:3], params)

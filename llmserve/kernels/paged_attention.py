@@ -143,14 +143,15 @@ def tile_for(
     queries: int,  # most queries of a sequence in this step
     itemsize: int = 2,  # bytes of q's dtype
     kind: int = 0,  # of the KV format
+    special: bool = False,  # a tree, a window, a soft cap or sinks, which take registers
 ) -> Tile:
     "Tile sizes for a step. Raises `ValueError` if the query heads of one KV head do not fit."
-    wide = head_dim > 128 or itemsize == 4
-    most = 32 if wide else 64 if head_dim > 64 or kind == 4 else 128
-    rows = min(max(16, triton.next_power_of_2(queries * heads_per_kv)), max(most, triton.next_power_of_2(heads_per_kv)))
-    if rows > 128: raise ValueError(f"at most 128 query heads per KV head fit the Triton kernels, got {heads_per_kv}")
-    if rows == 16: return Tile(16, 32 if wide else 64, 4, 2 if wide else 3)
-    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else 32 if wide or kind == 4 else 64, 4 if rows <= 64 else 8, 2)
+    if heads_per_kv > 128: raise ValueError(f"at most 128 query heads per KV head fit the Triton kernels, got {heads_per_kv}")
+    wide, least = head_dim > 128 or itemsize == 4, max(16, triton.next_power_of_2(heads_per_kv))
+    most = 32 if wide or special else 64 if head_dim > 64 or kind else 128
+    rows = max(least, min(triton.next_power_of_2(queries * heads_per_kv), most))
+    if rows == 16: return Tile(16, 32 if wide or kind or special else 64, 4, 2 if wide or special else 3)
+    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else 32 if wide or kind or special else 64, 4 if rows <= 64 else 8, 2)
 
 # %% ../../kernels/13_paged_attention.ipynb #bf83886b
 def launch(
@@ -178,7 +179,8 @@ def attend_whole(q, cache: LayerCache, batch: Batch, scale: float, window=None, 
     "Attention without cutting the context; chapter 14 cuts it."
     q = q if q.stride(-1) == 1 else q.contiguous()
     per_kv, out = q.shape[1] // cache.num_kv_heads, torch.empty_like(q, memory_format=torch.contiguous_format)
-    tile = tile_for(cache.head_dim, per_kv, int(batch.query_lens.max(initial=1)), q.element_size(), cache.format.kind)
+    special = batch.ancestors is not None or window is not None or bool(softcap) or sinks is not None
+    tile = tile_for(cache.head_dim, per_kv, int(batch.query_lens.max(initial=1)), q.element_size(), cache.format.kind, special)
     work = plan_tasks(batch, cache.group, window, per_kv, cache.num_kv_heads, workers=0, least=2**31, max_queries=tile.queries(per_kv))
     if len(work): launch(q, out, cache, batch, torch.from_numpy(work.tasks).to(q.device), tile, scale, window, softcap, sinks)
     return out

@@ -59,13 +59,14 @@ def prepare(
     window: int | None,
     itemsize: int,  # bytes of q's dtype
     device,
+    special: bool = False,  # see `tile_for`
     cascade: tuple | None = CASCADE,
 ) -> tuple:  # tile, tasks, merges, pieces, most tokens of a merge, partial results
     "The step's task list on the device; made once per step for all layers alike."
-    key = ("triton", cache.group, window, heads)
+    key = ("triton", cache.group, window, heads, special)
     if key not in batch.scratch:
         per_kv, dim = heads // cache.num_kv_heads, cache.head_dim
-        tile = tile_for(dim, per_kv, int(batch.query_lens.max(initial=1)), itemsize, cache.format.kind)
+        tile = tile_for(dim, per_kv, int(batch.query_lens.max(initial=1)), itemsize, cache.format.kind, special)
         work = plan_tasks(batch, cache.group, window, per_kv, cache.num_kv_heads, num_workers(device), least=max(1, 256 // batch.block_size), max_queries=tile.queries(per_kv), cascade=cascade)
         batch.scratch[key] = tile, *(torch.from_numpy(a).to(device, non_blocking=True) for a in (work.tasks, work.merges, work.pieces)), int(work.merges[:, 1].max(initial=0)), partial_results(work.num_partial, heads, dim, device)
     return batch.scratch[key]
@@ -87,7 +88,7 @@ def paged_attention(
     "Attention over pages in Triton; the same meaning as `reference.paged_attention`."
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tile, tasks, merges, pieces, most, partial = prepare(batch, cache, q.shape[1], window, q.element_size(), q.device)
+    tile, tasks, merges, pieces, most, partial = prepare(batch, cache, q.shape[1], window, q.element_size(), q.device, batch.ancestors is not None or window is not None or bool(softcap) or sinks is not None)
     if len(tasks): launch(q, out, cache, batch, tasks, tile, scale, window, softcap, sinks, partial if len(merges) else None)
     if len(merges): merge(out, merges, pieces, partial, most)
     return out
