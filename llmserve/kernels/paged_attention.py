@@ -150,8 +150,11 @@ def tile_for(
     wide, least = head_dim > 128 or itemsize == 4, max(16, triton.next_power_of_2(heads_per_kv))
     most = 32 if wide or special else 64 if head_dim > 64 or kind else 128
     rows = max(least, min(triton.next_power_of_2(queries * heads_per_kv), most))
-    if rows == 16: return Tile(16, 32 if wide or kind or special else 64, 4, 2 if wide or special else 3)
-    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else 32 if wide or kind or special else 64, 4 if rows <= 64 else 8, 2)
+    tokens = 32 if wide or kind or special else 64
+    if rows == 16:
+        if special and (kind == 4 or (kind and head_dim <= 64)): return Tile(16, tokens, 8, 2)  # with four warps some of these spill
+        return Tile(16, tokens, 4, 2 if wide or (special and not kind) else 3)
+    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else tokens, 4 if rows <= 64 else 8, 3 if 0 < kind < 4 and not (wide or special) else 2)
 
 # %% ../../kernels/13_paged_attention.ipynb #bf83886b
 def launch(
