@@ -19,7 +19,7 @@ from .models import ModelSpec
 from .prefix import blocks_per_sequence
 
 # %% ../nbs/05_kvcache.ipynb #ed39a3ec
-GROUP = 32  # channels of an int4 row that share a scale and a zero
+GROUP = 16  # channels of an int4 row that share a scale and a zero
 _kinds = dict(float32=0, bfloat16=0, float16=0, fp8_e4m3=1, fp8_e5m2=2, int8=3, int4=4)
 _aliases = {"fp8": "fp8_e4m3", "fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8", "int4_per_token_head": "int4"}
 
@@ -44,8 +44,8 @@ class KVFormat:
         return head_dim // 2 if self.kind == 4 else head_dim
 
     def num_scales(self, head_dim: int) -> int:
-        "bf16 numbers of a row: one scale; for int4 the scales of its groups, then their zeros."
-        return 2 * -(-head_dim // GROUP) if self.kind == 4 else int(self.kind > 0)
+        "numbers of 16 bits of a row: one scale in bf16; for int4 a word per group, the scale in its low byte, the zero in its high one."
+        return -(-head_dim // GROUP) if self.kind == 4 else int(self.kind > 0)
 
     def page_bytes(self, head_dim: int, block_size: int) -> int:
         "Bytes of one head's K, or V, in one block; a multiple of 16."
@@ -62,6 +62,7 @@ def kv_format(name: str, model_dtype: torch.dtype, head_dim: int | None = None) 
 
 # %% ../nbs/05_kvcache.ipynb #e07b91f4
 _FP8 = {1: torch.float8_e4m3fn, 2: torch.float8_e5m2}
+_SCALE_BASE = (127 - 20) << 3  # an int4 scale is bits 20 to 30 of a float32, less this: from 2⁻²⁰ to 3,840 in 8 bits
 
 def _encode(self: KVFormat,
     x: torch.Tensor,  # [..., head_dim]
@@ -72,10 +73,13 @@ def _encode(self: KVFormat,
     if self.kind == 4:
         dim = x.shape[-1]
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], -dim % GROUP)], -1).unflatten(-1, (-1, GROUP))  # [..., groups, GROUP]
-        zero = x.amin(-1, keepdim=True).bfloat16()
-        scale = round_up_bf16(((x.amax(-1, keepdim=True) - zero.float()) / 15).clamp(min=1e-30))
-        codes = ((x - zero.float()) / scale.float()).round().clamp(0, 15).to(torch.uint8).flatten(-2)[..., :dim]
-        return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([scale, zero], -2).squeeze(-1)
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        step = torch.maximum((high - low) / 15, (high + low).abs() / 110).clamp(2.0**-20, 3840.0)  # the zero has to fit its byte
+        scale = ((step.view(torch.int32) + 0x80000) >> 20) - _SCALE_BASE  # nearest with three digits of mantissa
+        step = ((scale + _SCALE_BASE) << 20).view(torch.float32)
+        zero = ((high + low) / step - 15).round().clamp(-127, 127)
+        codes = (x / step - zero * 0.5).round().clamp(0, 15).to(torch.uint8).flatten(-2)[..., :dim]
+        return codes[..., 0::2] | codes[..., 1::2] << 4, (scale | zero.int() << 8).to(torch.int16).squeeze(-1).view(torch.bfloat16)
     top = 127 if self.kind == 3 else torch.finfo(_FP8[self.kind]).max
     scale = round_up_bf16((x.abs().amax(-1, keepdim=True) / top).clamp(min=1e-30))
     x = x / scale.float()
@@ -84,15 +88,15 @@ def _encode(self: KVFormat,
 
 def _decode(self: KVFormat,
     codes: torch.Tensor,  # [..., width]
-    scales: torch.Tensor | None,  # [..., num_scales]
+    scales: torch.Tensor | None,  # [..., num_scales], bfloat16 (of int4, words)
 ) -> torch.Tensor:  # float32 [..., head_dim]
     "Rows from their codes and scales."
     if self.kind == 0: return codes.float()
     if self.kind < 3: return codes.contiguous().view(_FP8[self.kind]).float() * scales.float()
     if self.kind == 3: return codes.contiguous().view(torch.int8).float() * scales.float()
     x = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float()  # [..., head_dim]
-    scale, zero = (s.float().repeat_interleave(GROUP, -1)[..., :x.shape[-1]] for s in scales.chunk(2, -1))
-    return x * scale + zero
+    words = scales.contiguous().view(torch.int16).int().repeat_interleave(GROUP, -1)[..., :x.shape[-1]]
+    return (x + (words >> 8) * 0.5) * (((words & 0xFF) + _SCALE_BASE) << 20).view(torch.float32)
 
 KVFormat.encode, KVFormat.decode = _encode, _decode
 

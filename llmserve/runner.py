@@ -110,8 +110,8 @@ Runner.forward = forward
 def execute(self: Runner, step: Step) -> StepResult:
     "Carry out a step: copies, forward, sampling."
     for group, pairs in enumerate(step.copies): self.cache.copy_blocks(group, pairs)
-    at = self._order(step)  # place in the batch → place in the step
-    sequences, counts, draws = ([values[i] for i in at] for values in (step.sequences, step.num_tokens, step.samples))
+    places = self._order(step)  # place in the batch → place in the step
+    sequences, counts, draws = ([values[i] for i in places] for values in (step.sequences, step.num_tokens, step.samples))
     contexts = [s.num_computed_tokens for s in sequences]
     tokens = [s.tokens[c:c + n] for s, c, n in zip(sequences, contexts, counts)]
     batch = pack(tokens, contexts, [[s.tables[g] for s in sequences] for g in range(len(self.cache.pages))], self.config.block_size)
@@ -126,11 +126,11 @@ def execute(self: Runner, step: Step) -> StepResult:
     drawn, logprobs = sample(logits[:len(drawing)], [sampling_row(sequences[i]) for i in drawing], **self._faster) if drawing else ([], [])
     result = StepResult([[] for _ in sequences], [None] * len(sequences))
     for i, token, lp in zip(drawing, drawn, logprobs):
-        result.tokens[at[i]] = [token]
-        if lp is not None: result.logprobs[at[i]] = [lp]
+        result.tokens[places[i]] = [token]
+        if lp is not None: result.logprobs[places[i]] = [lp]
     for (i, _, at), line in zip(prompt_rows, logits[len(drawing):]):
         seq = sequences[i]
-        result.prompt_logprobs.setdefault(at[i], []).append((at, best_logprobs(line, seq.tokens[at], seq.request.params.prompt_logprobs)))
+        result.prompt_logprobs.setdefault(places[i], []).append((at, best_logprobs(line, seq.tokens[at], seq.request.params.prompt_logprobs)))
     return result
 
 def sampling_row(seq) -> SamplingRow:

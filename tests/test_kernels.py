@@ -109,7 +109,7 @@ def test_context_cut_and_merged(backend):
 def test_shared_prefix(backend, monkeypatch):
     module, device = BACKENDS[backend]
     monkeypatch.setattr(module, "CASCADE", (4, 2))
-    if backend == "numba": monkeypatch.setattr(cpu, "cascade_pays", lambda heads, kv_heads: True)
+    if backend == "numba": monkeypatch.setattr(cpu, "cascade_pays", lambda *shape: True)
     f = kv_format("int8", torch.float32)
     tables = [array("i", [7, 2, 9, 4, 11, i]) for i in (0, 1, 3)] + [array("i", [5])]
     cache = LayerCache(allocate_pages(page_shape(12, 1, 2, 64, 16, f), device).fill_(0xFF), 0, 0, f, 16, 64)

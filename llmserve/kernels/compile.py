@@ -44,7 +44,7 @@ def variants(head_dims=(64, 128, 256)) -> list:
     from llmserve.kvcache import GROUP, kv_format
     found, power = [], triton.next_power_of_2
     for name in FORMATS:
-        f, codes = kv_format(name, None), dict(p_codes="*bf16" if name == "bfloat16" else "*u8")
+        f, codes = kv_format(name, None), dict(p_codes="*bf16" if name == "bfloat16" else "*u8", p_scales="*i16" if name == "int4" else "*bf16")
         for dim in head_dims:
             found.append(Variant("kv_write", "", name, dim, kv_write.write_kernel, dict(SIZE=16, KIND=f.kind, BLOCK_D=power(dim), GROUPS=power(-(-dim // GROUP)), GROUP_PAIRS=GROUP // 2), codes, 1 if dim <= 128 else 2))
             for use, queries, flags in (("decode", 1, False), ("decode+", 1, True), ("prompt", 2048, False), ("prompt+", 64, True)):

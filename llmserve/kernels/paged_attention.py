@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .kv_write import from_fp8, geometry, on_device
+from .kv_write import from_fp8, geometry, int4_step, on_device
 from ..kvcache import GROUP, Batch, LayerCache
 from ..tasks import TaskList, plan_tasks
 
@@ -26,11 +26,11 @@ def _codes(p_codes, at, mask, KIND: tl.constexpr, TYPE: tl.constexpr):
     return from_fp8(c, KIND).to(tl.float32).to(TYPE)
 
 @triton.jit
-def _int4(p_codes, p_scales, at, scale_at, zero_distance, mask, TYPE: tl.constexpr):
+def _int4(p_codes, p_scales, at, word_at, mask, TYPE: tl.constexpr):
     "A tile of int4 codes → even channels, odd channels."
-    c = tl.load(p_codes + at, mask=mask, other=0)
-    scale, zero = tl.load(p_scales + scale_at, mask=mask, other=0.0).to(tl.float32), tl.load(p_scales + scale_at + zero_distance, mask=mask, other=0.0).to(tl.float32)
-    return ((c & 15).to(tl.float32) * scale + zero).to(TYPE), ((c >> 4).to(tl.float32) * scale + zero).to(TYPE)
+    c, word = tl.load(p_codes + at, mask=mask, other=0), tl.load(p_scales + word_at, mask=mask, other=0)
+    step, zero = int4_step(word & 0xFF), (word >> 8).to(tl.float32) * 0.5
+    return tl.where(mask, ((c & 15).to(tl.float32) + zero) * step, 0.0).to(TYPE), tl.where(mask, ((c >> 4).to(tl.float32) + zero) * step, 0.0).to(TYPE)
 
 @triton.jit
 def attention_kernel(p_q, p_codes, p_scales, p_out, p_m, p_l, p_acc, p_tasks, p_blocks, p_table, p_start, p_context, p_positions, p_ancestors, p_sinks, scale, softcap, window,
@@ -79,7 +79,7 @@ def attention_kernel(p_q, p_codes, p_scales, p_out, p_m, p_l, p_acc, p_tasks, p_
             page, offset = ((block * layers + layer) * 2) * kv_heads + head, o_t % SIZE
             scales = page * page_scales + scale_offset + offset
             if KIND == 4:
-                k, k_odd = _int4(p_codes, p_scales, page[None, :] * page_codes + o_w[:, None] * SIZE + offset[None, :], scales[None, :] + (o_w[:, None] // PAIRS) * SIZE, tl.cdiv(width, PAIRS) * SIZE, m_w[:, None] & m_t[None, :], TYPE)
+                k, k_odd = _int4(p_codes, p_scales, page[None, :] * page_codes + o_w[:, None] * SIZE + offset[None, :], scales[None, :] + (o_w[:, None] // PAIRS) * SIZE, m_w[:, None] & m_t[None, :], TYPE)
                 s = tl.dot(q, k, input_precision=PRECISION) + tl.dot(q_odd, k_odd, input_precision=PRECISION)  # [BLOCK_M, TILE]
             else:
                 s = tl.dot(q, _codes(p_codes, page[None, :] * page_codes + o_d[:, None] * SIZE + offset[None, :], m_d[:, None] & m_t[None, :], KIND, TYPE), input_precision=PRECISION)
@@ -102,7 +102,7 @@ def attention_kernel(p_q, p_codes, p_scales, p_out, p_m, p_l, p_acc, p_tasks, p_
             page += kv_heads
             scales += kv_heads * page_scales
             if KIND == 4:
-                v, v_odd = _int4(p_codes, p_scales, page[:, None] * page_codes + offset[:, None] * width + o_w[None, :], scales[:, None] + (o_w[None, :] // PAIRS) * SIZE, tl.cdiv(width, PAIRS) * SIZE, m_t[:, None] & m_w[None, :], TYPE)
+                v, v_odd = _int4(p_codes, p_scales, page[:, None] * page_codes + offset[:, None] * width + o_w[None, :], scales[:, None] + (o_w[None, :] // PAIRS) * SIZE, m_t[:, None] & m_w[None, :], TYPE)
                 acc = acc * shrink[:, None] + tl.dot(p.to(TYPE), v, input_precision=PRECISION)
                 acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(TYPE), v_odd, input_precision=PRECISION)
             else:
