@@ -208,7 +208,7 @@ class Sequence:
     "Tokens of one answer in the making, and where their KV is."
     __slots__ = ("request", "index", "tokens", "num_prompt_tokens", "num_computed_tokens", "max_len", "tables", "capacity", "block_hashes",
                  "num_committed", "num_cached_tokens", "status", "finish_reason", "stop_reason", "seed", "num_preemptions", "arrival",
-                 "first_scheduled_time", "first_token_time", "last_token_time", "finish_time", "end_tokens")
+                 "first_scheduled_time", "first_token_time", "last_token_time", "finish_time", "end_tokens", "unborn", "shares_tail")
 
     def __init__(self,
         request: Request,  # whose answer this is
@@ -227,6 +227,8 @@ class Sequence:
         self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
         self.seed, self.num_preemptions, self.arrival = (request.seed + index + 2**63) % 2**64 - 2**63, 0, 0
         self.first_scheduled_time = self.first_token_time = self.last_token_time = self.finish_time = None
+        self.unborn = []  # sequences that will be forked from this one when its prompt is computed
+        self.shares_tail = False  # whether its last, partly filled block may have other owners
         params = request.params
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)
 

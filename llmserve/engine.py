@@ -79,7 +79,7 @@ def step(self: Engine) -> list:  # SequenceUpdate per sequence with news
     finished = [u.sequence for u in updates if u.sequence.finished]
     for seq in finished: self._forget(seq)
     record = StepRecord(next(self._steps), start, decided - start + time.monotonic() - executed, executed - decided,
-                        [(s.id, n, len(t)) for s, n, t in zip(order.sequences, order.num_tokens, result.tokens)], len(self.scheduler.running), len(self.scheduler.waiting),
+                        [(s.id, n, len(t)) for s, n, t in zip(order.sequences, order.num_tokens, result.tokens)] + [(s.id, 0, 1) for children in order.forks.values() for s in children], len(self.scheduler.running), len(self.scheduler.waiting),
                         [s.id for s in order.preempted], self._ended + [s.id for s in finished], self.blocks.num_used, self.blocks.num_blocks, order.num_cached_tokens)
     self._ended = []
     self.records.append(record)

@@ -160,7 +160,7 @@ class KVCache:
 def copy_pages(
     source: torch.Tensor,  # uint8 [num_blocks, layers, 2, kv_heads, bytes]
     target: torch.Tensor,  # the same shape but for the number of blocks; may be on another device, or the same tensor
-    pairs: list,  # (from, to) block ids; with one tensor, no block is both
+    pairs: list,  # (from, to) block ids, copied in this order
 ):
     "Copy whole blocks: all layers, K and V, in one go."
     if not pairs: return
@@ -173,7 +173,7 @@ def copy_pages(
 
 def copy_blocks(self: KVCache,
     group: int,
-    pairs: list,  # (from, to) block ids; no block is both
+    pairs: list,  # (from, to) block ids, copied in this order
 ):
     "Copy whole blocks within a group."
     copy_pages(self.pages[group], self.pages[group], pairs)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['root_hash', 'block_hash', 'extend_hashes', 'PrefixCache', 'blocks_per_sequence', 'BlockManager', 'grow', 'release',
-           'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity']
+           'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity']
 
 # %% ../nbs/04_prefix.ipynb #b8020642
 from array import array
@@ -103,15 +103,18 @@ class BlockManager:
 def grow(self: BlockManager,
     seq: Sequence,
     num_tokens: int,  # tokens the tables must have room for
+    copies: list | None = None,  # per group, takes the (from, to) of a shared block that had to be copied
 ) -> bool:  # False, and nothing taken, if a pool has too few free blocks
-    "Give a sequence the blocks it lacks, in every group or in none."
-    need = -(-num_tokens // self.block_size)
+    "Give a sequence the blocks it lacks, and a last block of its own to write into, in every group or in none."
+    need, tail = -(-num_tokens // self.block_size), seq.num_computed_tokens // self.block_size
     for table, pool, window in zip(seq.tables, self.pools, self.windows):
         if window is not None: self._release_behind(table, pool, seq.num_computed_tokens - window + 1)
-    if any(need - len(table) > pool.num_free for table, pool in zip(seq.tables, self.pools)): return False
-    for table, pool in zip(seq.tables, self.pools):
+    shared = [seq.shares_tail and tail < len(table) and pool.refs[table[tail]] > 1 for table, pool in zip(seq.tables, self.pools)]
+    if any(need - len(table) + extra > pool.num_free for table, pool, extra in zip(seq.tables, self.pools, shared)): return False
+    for g, (table, pool) in enumerate(zip(seq.tables, self.pools)):
+        if shared[g]: copies[g].append(pool.make_writable(table, tail))
         for _ in range(need - len(table)): table.append(pool.allocate())
-    seq.capacity = max(seq.capacity, need * self.block_size)
+    seq.capacity, seq.shares_tail = max(seq.capacity, need * self.block_size), False
     return True
 
 def _release_behind(self: BlockManager, table, pool: BlockPool, first_visible: int):
@@ -127,8 +130,15 @@ def release(self: BlockManager, seq: Sequence):
         pool.release_all(table)
         del table[:]
     seq.capacity = seq.num_committed = 0
+    seq.shares_tail = False
 
-BlockManager.grow, BlockManager._release_behind, BlockManager.release = grow, _release_behind, release
+def fork(self: BlockManager, seq: Sequence, child: Sequence):
+    "Give another sequence all blocks of this one, the partly filled one too; whoever writes into that first gets a copy (`grow`)."
+    child.tables = [pool.fork(table) for pool, table in zip(self.pools, seq.tables)]
+    child.num_computed_tokens, child.capacity, child.num_committed, child.block_hashes = seq.num_computed_tokens, seq.capacity, seq.num_committed, seq.block_hashes[:seq.num_committed]
+    seq.shares_tail = child.shares_tail = seq.num_computed_tokens % self.block_size != 0
+
+BlockManager.grow, BlockManager._release_behind, BlockManager.release, BlockManager.fork = grow, _release_behind, release, fork
 
 # %% ../nbs/04_prefix.ipynb #238edd93
 def lookup(self: BlockManager, seq: Sequence) -> int:  # blocks, the same number in every group

@@ -123,11 +123,16 @@ def execute(self: Runner, step: Step) -> StepResult:
             prompt_rows += [(i, int(batch.query_start[i]) + j, contexts[i] + j + 1) for j in range(counts[i]) if contexts[i] + j + 1 < s.num_prompt_tokens]
     if prompt_rows: rows = np.concatenate([rows, np.array([r for _, r, _ in prompt_rows], np.int64)])
     logits = self.forward(batch, rows)
-    drawn, logprobs = sample(logits[:len(drawing)], [sampling_row(sequences[i]) for i in drawing], **self._faster) if drawing else ([], [])
+    drawers = [(i, seq) for i in drawing for seq in (sequences[i], *step.forks.get(places[i], ()))]  # a forked sequence draws from its parent's logits, with its own seed
+    line_of, lines = {i: j for j, i in enumerate(drawing)}, logits[:len(drawing)]
+    if len(drawers) > len(drawing): lines = lines[torch.tensor([line_of[i] for i, _ in drawers], device=lines.device)]
+    drawn, logprobs = sample(lines, [sampling_row(seq) for _, seq in drawers], **self._faster) if drawing else ([], [])
     result = StepResult([[] for _ in sequences], [None] * len(sequences))
-    for i, token, lp in zip(drawing, drawn, logprobs):
-        result.tokens[places[i]] = [token]
-        if lp is not None: result.logprobs[places[i]] = [lp]
+    for (i, seq), token, lp in zip(drawers, drawn, logprobs):
+        if seq is not sequences[i]: result.forks.setdefault(places[i], []).append((token, lp))
+        else:
+            result.tokens[places[i]] = [token]
+            if lp is not None: result.logprobs[places[i]] = [lp]
     for (i, _, at), line in zip(prompt_rows, logits[len(drawing):]):
         seq = sequences[i]
         result.prompt_logprobs.setdefault(places[i], []).append((at, best_logprobs(line, seq.tokens[at], seq.request.params.prompt_logprobs)))

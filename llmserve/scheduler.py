@@ -22,8 +22,9 @@ class Step:
     sequences: list = field(default_factory=list)  # who takes part
     num_tokens: list = field(default_factory=list)  # how many tokens of each are computed
     samples: list = field(default_factory=list)  # whether each reaches its end and draws a token
+    forks: dict = field(default_factory=dict)  # index in the step → sequences that begin with the same draw, on their own seeds
     preempted: list = field(default_factory=list)  # sequences that gave way
-    copies: list = field(default_factory=list)  # per group, (from, to) blocks to copy before the forward
+    copies: list = field(default_factory=list)  # per group, (from, to) blocks to copy before the forward, in this order
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
 
     def __bool__(self): return bool(self.sequences)
@@ -33,6 +34,7 @@ class StepResult:
     "What came out, in the order of `Step.sequences`."
     tokens: list  # per sequence, the tokens drawn (none while its prompt is not finished)
     logprobs: list | None = None  # per sequence, None or one {token id: Logprob} per drawn token
+    forks: dict = field(default_factory=dict)  # index in the step → per forked sequence, (token, None or {token id: Logprob})
     prompt_logprobs: dict = field(default_factory=dict)  # index in the step → list of {token id: Logprob} for the prompt tokens of this step
 
 @dataclass(slots=True)
@@ -113,13 +115,15 @@ class Scheduler:
         for seq in request.make_sequences(len(self.blocks.pools)):
             seq.max_len = min(seq.num_prompt_tokens + (request.params.max_tokens or self.max_model_len), self.max_model_len)
             seq.arrival = next(self._arrivals)
-            self.waiting.push(seq)
+        first, *others = request.sequences
+        first.unborn = others  # forked when the prompt is computed, see chapter 24
+        self.waiting.push(first)
         return request.sequences
 
 # %% ../nbs/20_scheduler.ipynb #8d16e931
 def schedule(self: Scheduler) -> Step:
     "Decide the next step. Empty if there is nothing to do."
-    step, running, grow = Step(), self.running, self.blocks.grow
+    step, running, grow = Step(copies=[[] for _ in self.blocks.pools]), self.running, self.blocks.grow
     sequences, num_tokens, samples = step.sequences, step.num_tokens, step.samples
     budget, chunk, i = self.budget, self.chunk, 0
     while i < len(running) and budget > 0:
@@ -127,8 +131,8 @@ def schedule(self: Scheduler) -> Step:
         computed, want = seq.num_computed_tokens, len(seq.tokens)
         n = want - computed
         if n > 1: n = min(n, budget, chunk)
-        if computed + n > seq.capacity:
-            while not grow(seq, computed + n):
+        if computed + n > seq.capacity or seq.shares_tail:
+            while not grow(seq, computed + n, step.copies):
                 victim = self._victim()
                 place = running.index(victim)
                 if place < i:  # only by priority: one already served in this step
@@ -145,6 +149,7 @@ def schedule(self: Scheduler) -> Step:
         budget -= n
         i += 1
     if not step.preempted: self._admit(step, budget)
+    self._announce_forks(step)
     return step
 
 def _victim(self: Scheduler) -> Sequence:
@@ -167,12 +172,14 @@ Scheduler.schedule, Scheduler._victim, Scheduler._preempt = schedule, _victim, _
 # %% ../nbs/20_scheduler.ipynb #799975a8
 def _admit(self: Scheduler, step: Step, budget: int):
     "Move sequences from the queue into the step while budget, seats and blocks last."
-    while budget > 0 and len(self.running) < self.config.max_num_seqs:
+    seats = self.config.max_num_seqs - sum(1 + len(s.unborn) for s in self.running)  # those to be forked need one too
+    while budget > 0 and seats > 0:
         seq = self.waiting.peek()
-        if seq is None or self._sibling_is_ahead(seq): return
+        if seq is None: return
         hit = self.blocks.lookup(seq)
         if not self._fits(seq, hit): return
         self.waiting.pop()
+        seats -= 1 + len(seq.unborn)
         self.blocks.take(seq, hit)
         if seq.status is Status.WAITING:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -188,11 +195,15 @@ def _admit(self: Scheduler, step: Step, budget: int):
         step.samples.append(seq.num_computed_tokens + n == len(seq.tokens))
         budget -= n
 
-def _sibling_is_ahead(self: Scheduler, seq: Sequence) -> bool:
-    "Whether the first of `n` samples is still computing the prompt, whose blocks the others can then share."
-    first, size = seq.request.sequences[0], self.blocks.block_size
-    return (seq.index > 0 and self.blocks.enable_prefix_caching and seq.request.params.prompt_logprobs is None and first.status is Status.RUNNING
-            and first.num_computed_tokens // size < (first.num_prompt_tokens - 1) // size)
+def _announce_forks(self: Scheduler, step: Step):
+    "Which of the sequences that end their prompt in this step have others to be forked from them; who finds no seat queues up."
+    seats = self.config.max_num_seqs - len(self.running)
+    for i, (seq, draws) in enumerate(zip(step.sequences, step.samples)):
+        if not (draws and seq.unborn): continue
+        step.forks[i], late = seq.unborn[:max(seats, 0)], seq.unborn[max(seats, 0):]
+        seats -= len(step.forks[i])
+        for child in reversed(late): self.waiting.push(child, front=True)
+        seq.unborn = step.forks[i]
 
 def _fits(self: Scheduler, seq: Sequence, hit: int) -> bool:
     "Whether the pools have room for all tokens of a sequence whose first `hit` blocks are known."
@@ -204,12 +215,12 @@ def _fits(self: Scheduler, seq: Sequence, hit: int) -> bool:
         if pool.num_free - idle < n - len(found): return False
     return True
 
-Scheduler._admit, Scheduler._sibling_is_ahead, Scheduler._fits = _admit, _sibling_is_ahead, _fits
+Scheduler._admit, Scheduler._announce_forks, Scheduler._fits = _admit, _announce_forks, _fits
 
 # %% ../nbs/20_scheduler.ipynb #180f1fb0
 def update(self: Scheduler, step: Step, result: StepResult) -> list:  # SequenceUpdate per sequence with news
     "Take in the tokens of a step."
-    updates, ended, now, size = [], False, time.monotonic(), self.blocks.block_size
+    updates, now, size = [], time.monotonic(), self.blocks.block_size
     caching, running = self.blocks.enable_prefix_caching, Status.RUNNING
     for i, (seq, n, new) in enumerate(zip(step.sequences, step.num_tokens, result.tokens)):
         if seq.status is not running: continue
@@ -219,20 +230,39 @@ def update(self: Scheduler, step: Step, result: StepResult) -> list:  # Sequence
         if not new:
             if prompt_logprobs: updates.append(SequenceUpdate(seq, [], None, prompt_logprobs))
             continue
-        if seq.first_token_time is None: seq.first_token_time = now
-        seq.last_token_time = now
-        for j, token in enumerate(new):
-            seq.tokens.append(token)
-            if token in seq.end_tokens and len(seq.tokens) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
-                self._end(seq, "stop", token if token in seq.request.params.stop_token_ids else None)
-            elif len(seq.tokens) >= seq.max_len: self._end(seq, "length")
-            else: continue
-            new, ended = new[:j + 1], True
-            break
-        logprobs = result.logprobs[i] if result.logprobs else None
-        updates.append(SequenceUpdate(seq, new, logprobs and logprobs[:len(new)], prompt_logprobs))
-    if ended: self.running = [s for s in self.running if s.status is running]
+        children = self._fork(seq, result.forks[i]) if i in result.forks else ()
+        for child in reversed(seq.unborn): self.waiting.push(child, front=True)  # a runner that does not fork: they come in by themselves
+        seq.unborn = []
+        self._append(seq, new, result.logprobs[i] if result.logprobs else None, prompt_logprobs, updates, now)
+        for child, (token, logprob) in children: self._append(child, [token], [logprob] if logprob is not None else None, None, updates, now)
+    if any(u.sequence.status is not running for u in updates): self.running = [s for s in self.running if s.status is running]
     return updates
+
+def _append(self: Scheduler, seq: Sequence, new: list, logprobs: list | None, prompt_logprobs, updates: list, now: float):
+    "Add tokens to a sequence, up to its end."
+    if seq.first_token_time is None: seq.first_token_time = now
+    seq.last_token_time = now
+    for j, token in enumerate(new):
+        seq.tokens.append(token)
+        if token in seq.end_tokens and len(seq.tokens) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
+            self._end(seq, "stop", token if token in seq.request.params.stop_token_ids else None)
+        elif len(seq.tokens) >= seq.max_len: self._end(seq, "length")
+        else: continue
+        new = new[:j + 1]
+        break
+    updates.append(SequenceUpdate(seq, new, logprobs and logprobs[:len(new)], prompt_logprobs))
+
+def _fork(self: Scheduler, seq: Sequence, drawn: list) -> list:  # (child, (token, logprobs)) of those that now run
+    "Let the sequences that waited for this one's prompt begin: they share all its blocks until they write."
+    born = []
+    for child, draw in zip(seq.unborn, drawn):
+        if child.finished: continue
+        self.blocks.fork(seq, child)
+        child.status, child.first_scheduled_time, child.num_cached_tokens = Status.RUNNING, seq.first_scheduled_time, seq.num_computed_tokens
+        self.running.append(child)
+        born.append((child, draw))
+    seq.unborn = []
+    return born
 
 def _end(self: Scheduler, seq: Sequence, reason: str, stop=None):
     seq.status, seq.finish_reason, seq.stop_reason, seq.finish_time = Status.FINISHED, reason, stop, time.monotonic()
@@ -241,18 +271,22 @@ def _end(self: Scheduler, seq: Sequence, reason: str, stop=None):
 def finish(self: Scheduler, seq: Sequence, reason: str = "abort", stop=None):
     "End a sequence from outside, in whatever state it is; its blocks are free at once."
     if seq.finished: return
-    waiting = seq.status in (Status.WAITING, Status.PREEMPTED)
+    waiting, first = seq.status in (Status.WAITING, Status.PREEMPTED), seq.request.sequences[0]
     self._end(seq, reason, stop)
-    if waiting: self.waiting.forget()
+    if seq in first.unborn: first.unborn = [s for s in first.unborn if s is not seq]
+    elif waiting: self.waiting.forget()
     else: self.running.remove(seq)
+    for child in seq.unborn: self.waiting.push(child)  # they outlive it: one computes the prompt for all
+    seq.unborn = []
 
 def check_integrity(self: Scheduler):
     "Raise `AssertionError` unless blocks and sequences agree."
     sequences = [*self.running, *self.waiting]
     self.blocks.check_integrity(sequences)
+    assert all(not s.finished and not any(len(t) for t in s.tables) for q in sequences for s in q.unborn), "a sequence to be forked holds blocks already"
     assert len(self.waiting) == len(list(self.waiting)), "the queue counts wrongly"
     for s in sequences:
         assert s.num_computed_tokens <= min(len(s.tokens), s.capacity or len(s.tokens)), s
         assert s.status is Status.RUNNING or not any(len(t) for t in s.tables), f"{s} waits and holds blocks"
 
-Scheduler.update, Scheduler._end, Scheduler.finish, Scheduler.check_integrity = update, _end, finish, check_integrity
+Scheduler.update, Scheduler._append, Scheduler._fork, Scheduler._end, Scheduler.finish, Scheduler.check_integrity = update, _append, _fork, _end, finish, check_integrity

@@ -36,7 +36,9 @@ def copy_on_gpu(
         some = pairs[i:i + at_once] if source.device != target.device else pairs
         froms, tos = (torch.tensor(side, dtype=torch.int64) for side in zip(*some))
         line = torch.arange(len(some))
-        if source.device == target.device: _copy(source, target, torch.stack([froms, tos], 1).to(device))
+        if source.device == target.device:
+            in_order = source is target and set(froms.tolist()) & set(tos.tolist())  # a block is freed and taken again within one step
+            for part in (torch.stack([froms, tos], 1).split(1) if in_order else [torch.stack([froms, tos], 1)]): _copy(source, target, part.to(device))
         elif target.device.type == "cpu":  # out
             buffer = torch.empty((len(some), *source.shape[1:]), dtype=torch.uint8, device=device)
             _copy(source, buffer, torch.stack([froms, line], 1).to(device))

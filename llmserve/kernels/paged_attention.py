@@ -154,7 +154,7 @@ def tile_for(
     if rows == 16:
         if special and (kind == 4 or (kind and head_dim <= 64)): return Tile(16, tokens, 8, 2)  # with four warps some of these spill
         return Tile(16, tokens, 4, 2 if wide or (special and not kind) else 3)
-    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else tokens, 4 if rows <= 64 else 8, 3 if 0 < kind < 4 and not (wide or special) else 2)
+    return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else tokens, 4 if rows <= 64 and not (special and kind == 4) else 8, 3 if 0 < kind < 4 and not (wide or special) else 2)
 
 # %% ../../kernels/13_paged_attention.ipynb #bf83886b
 def launch(
