@@ -218,11 +218,15 @@ def gpu_attention(
             times.append(start.elapsed_time(end) / 1e3)
         return statistics.median(times)
 
-    buffer = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    copy = 2 * buffer.numel() / 2 / seconds(lambda: buffer[:2**30].copy_(buffer[2**30:]))  # bytes read and written a second
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    flops = 2 * 8192**3 / seconds(lambda: a @ a)
-    del buffer, a
+    def copy_rate():  # bytes read and written a second
+        buffer = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+        return buffer.numel() / seconds(lambda: buffer[:2**30].copy_(buffer[2**30:]))
+
+    def product_rate():  # floating-point operations a second
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        return 2 * 8192**3 / seconds(lambda: a @ a)
+
+    copy, flops = copy_rate(), product_rate()
     rows = [dict(what="copy, TB/s", value=round(copy / 1e12, 2)), dict(what="bf16 product, TFLOP/s", value=round(flops / 1e12, 1))]
 
     def step(format, sequences, queries, length, heads=32, kv_heads=4, dim=128):

@@ -1,6 +1,5 @@
 """Names and files of models: what is found, what is refused, and what never runs."""
 import json
-import pickle
 import shutil
 import struct
 import subprocess

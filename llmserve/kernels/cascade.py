@@ -5,9 +5,6 @@
 # %% auto #0
 __all__ = ['order_by_prefix']
 
-# %% ../../kernels/15_cascade.ipynb #dada0d13
-import numpy as np
-
 # %% ../../kernels/15_cascade.ipynb #3634d634
 def order_by_prefix(
     tables: list,  # per sequence: block ids of a group without a window

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .kv_write import from_fp8, geometry, int4_step, on_device
 from ..kvcache import GROUP, Batch, LayerCache
-from ..tasks import TaskList, plan_tasks
+from ..tasks import plan_tasks
 
 # %% ../../kernels/13_paged_attention.ipynb #8855a59d
 @triton.jit

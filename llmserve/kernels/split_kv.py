@@ -13,7 +13,7 @@ import triton.language as tl
 from .kv_write import write_kv
 from .paged_attention import launch, tile_for
 from ..kvcache import Batch, LayerCache
-from ..tasks import TaskList, plan_tasks
+from ..tasks import plan_tasks
 
 # %% ../../kernels/14_split_kv.ipynb #9d136f3d
 @triton.jit
