@@ -189,7 +189,7 @@ def perplexity(
         while engine.has_work:
             for u in engine.step(): found += [line[tokens[at]].logprob for at, line in (u.prompt_logprobs or [])]
         assert len(found) == len(tokens) - 1, f"{len(found)} log-probabilities for {len(tokens)} tokens"
-        size = sum(b for b in engine.plan.block_bytes) / config.block_size
+        size = sum(engine.plan.block_bytes) / config.block_size
         value = math.exp(-sum(found) / len(found))
         rows.append(dict(model=model, kv_cache_dtype=engine.runner.format.name, tokens=len(tokens), bytes_per_token=round(size), share=round(size / (rows[0]["bytes_per_token"] if rows else size), 3),
                          perplexity=round(value, 3), change=f"{value / rows[0]['perplexity'] - 1:+.2%}" if rows else ""))

@@ -21,7 +21,6 @@ from .kvcache import Batch, KVCache, available_memory, kv_format, pack, plan_mem
 from .models import LoadedModel, attend_with, load
 from .sampling import SamplingRow, best_logprobs, sample
 from .scheduler import Step, StepResult
-from .tasks import plan_tasks
 
 # %% ../nbs/21_runner.ipynb #38563575
 class Runner:
@@ -175,7 +174,7 @@ class StaticBatch:
         for name, tensor in on.items(): self.batch.scratch["device", *(name if isinstance(name, tuple) else (name, None))] = tensor
         itemsize, heads, dim = runner.loaded.dtype.itemsize, spec.num_heads, spec.head_dim
         tiles = {special: split_kv.tile_for(dim, heads // spec.num_kv_heads, 1, itemsize, runner.format.kind, special) for special in (False, True)}
-        self.max_queries = tiles[False].queries(heads // spec.num_kv_heads)
+        self.tile = tiles[False]
         for g, (window, _) in enumerate(spec.groups):
             partial = split_kv.partial_results(2 * size + self.workers, heads, dim, runner.device)
             for special, tile in tiles.items(): self.batch.scratch["triton", g, window, heads, special] = tile, on["tasks", g].view(-1, 7), on["merges", g].view(-1, 4), on["pieces", g], 1, partial
@@ -185,8 +184,8 @@ class StaticBatch:
         from llmserve.kernels import split_kv
         n, spec, a = batch.num_sequences, self.runner.spec, self.arrays
         values = dict(token_ids=batch.token_ids, positions=batch.positions, context_lens=batch.context_lens)
-        for g, (window, _) in enumerate(spec.groups):
-            work = plan_tasks(batch, g, window, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, self.workers, least=max(1, 256 // batch.block_size), max_queries=self.max_queries, cascade=split_kv.CASCADE)
+        for g, (window, layers) in enumerate(spec.groups):
+            work = split_kv.cut(batch, self.runner.cache.layers[layers[0]], spec.num_heads, window, self.tile, self.workers, split_kv.CASCADE)
             values |= {("block_ids", g): batch.block_ids[g], ("table_start", g): batch.table_start[g], ("tasks", g): work.tasks.reshape(-1), ("merges", g): work.merges.reshape(-1), ("pieces", g): work.pieces}
             if work.num_partial > 2 * self.size + self.workers: return False
         if any(len(v) > len(a[name]) for name, v in values.items()): return False

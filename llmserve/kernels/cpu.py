@@ -137,7 +137,7 @@ def _store_for(x, row, codes, at, step, scales, scales_at, size, kind):
     return plain
 
 @njit(**_fast)
-def _write(k, v, codes, scales, layers, layer, page, width, num_scales, slots, size, kind):
+def _write(k, v, codes, scales, layers, layer, page, width, slots, size, kind):
     kv_heads, itemsize = k.shape[1], codes.itemsize
     row = np.empty(k.shape[2], np.float32)
     for t in range(len(slots)):
@@ -152,12 +152,12 @@ def _write(k, v, codes, scales, layers, layer, page, width, num_scales, slots, s
 # %% ../../kernels/11_cpu.ipynb #ba389d70
 def memory(
     cache: LayerCache,
-) -> tuple:  # codes, scales: the group's whole pages as 1-d arrays; layers, page bytes, width, num_scales
+) -> tuple:  # codes, scales: the group's whole pages as 1-d arrays; layers, page bytes, width
     "A layer's pages as the kernels take them. Raises `ValueError` for a dtype they do not compute in."
     if "cpu" not in cache.scratch:
         flat, f = cache.pages.reshape(-1), cache.format
         codes = as_numpy(flat.view(f.dtype)) if not f.is_quantized else flat.view(torch.int8).numpy() if f.kind == 3 else flat.numpy()
-        cache.scratch["cpu"] = codes, flat.view(torch.uint16).numpy(), cache.pages.shape[1], cache.pages.shape[4], f.width(cache.head_dim), f.num_scales(cache.head_dim)
+        cache.scratch["cpu"] = codes, flat.view(torch.uint16).numpy(), cache.pages.shape[1], cache.pages.shape[4], f.width(cache.head_dim)
     return cache.scratch["cpu"]
 
 def write_kv(
@@ -167,8 +167,8 @@ def write_kv(
     batch: Batch,
 ):
     "Store the K and V of a step's tokens at their slots; slot −1 is written nowhere."
-    codes, scales, layers, page, width, num_scales = memory(cache)
-    _write(as_numpy(k), as_numpy(v), codes, scales, layers, cache.index, page, width, num_scales, batch.slots[cache.group], batch.block_size, cache.format.kind)
+    codes, scales, layers, page, width = memory(cache)
+    _write(as_numpy(k), as_numpy(v), codes, scales, layers, cache.index, page, width, batch.slots[cache.group], batch.block_size, cache.format.kind)
 
 # %% ../../kernels/11_cpu.ipynb #d730f5d6
 LANES = 16
@@ -708,7 +708,7 @@ def paged_attention(
     q = q.contiguous()
     out = torch.empty_like(q)
     if len(work):
-        out_np, (codes, scales, layers, page, width, _) = as_numpy(out), memory(cache)
+        out_np, (codes, scales, layers, page, width) = as_numpy(out), memory(cache)
         _attend(as_numpy(q), codes, scales, layers, cache.index, page, width, kv_heads, batch.block_size, cache.format.kind, out_np, batch.query_start, batch.context_lens, batch.positions,
                 batch.block_ids[cache.group], batch.table_start[cache.group], batch.positions if batch.ancestors is None else batch.ancestors, batch.ancestors is not None, work.tasks, bounds, np.float32(scale),
                 window or 2**40, np.float32(softcap or 0), _no_sinks if sinks is None else sinks.float().numpy(), sinks is not None, *partial)
