@@ -2,7 +2,7 @@
 __version__ = "0.1.0"
 
 _lazy = {
-    "LLM": "llm", "SamplingParams": "core", "EngineConfig": "core", "RequestOutput": "core",
+    "LLM": "llm", "SamplingParams": "core", "BeamSearchParams": "core", "EngineConfig": "core", "RequestOutput": "core",
     "CompletionOutput": "core", "Engine": "engine",
 }
 __all__ = list(_lazy)

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['root_hash', 'block_hash', 'extend_hashes', 'PrefixCache', 'blocks_per_sequence', 'BlockManager', 'grow', 'release',
-           'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity']
+           'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity', 'swap_out', 'blocks_to_swap_in',
+           'swap_in', 'compact']
 
 # %% ../nbs/04_prefix.ipynb #b8020642
 from array import array
+from functools import partial
 from hashlib import blake2b
 
 from .blocks import BlockPool
@@ -85,10 +87,15 @@ class BlockManager:
         num_blocks: list,  # per group
         block_size: int = 16,
         enable_prefix_caching: bool = True,
+        host_blocks: list | None = None,  # per group, in host memory; None: there are none
+        offload_prefixes: bool = False,  # keep prefixes that leave the pool in host memory
     ):
         self.windows, self.block_size, self.enable_prefix_caching = windows, block_size, enable_prefix_caching
-        self.pools = [BlockPool(n, block_size) for n in num_blocks]
-        self.caches = [PrefixCache(p) for p in self.pools]
+        self.pools, self.host_pools = ([BlockPool(n, block_size) for n in some] for some in (num_blocks, host_blocks or [0] * len(windows)))
+        self.caches, self.host_caches = ([PrefixCache(p) for p in some] for some in (self.pools, self.host_pools))
+        self.copies = [[] for _ in windows]  # per group, (from, to) still to be carried out, in this order; -2 - h stands for block h in host memory
+        if offload_prefixes:
+            for g, pool in enumerate(self.pools): pool.on_evict = partial(self._offload, g)
 
     @property
     def num_used(self) -> list: return [p.num_used for p in self.pools]
@@ -103,7 +110,6 @@ class BlockManager:
 def grow(self: BlockManager,
     seq: Sequence,
     num_tokens: int,  # tokens the tables must have room for
-    copies: list | None = None,  # per group, takes the (from, to) of a shared block that had to be copied
 ) -> bool:  # False, and nothing taken, if a pool has too few free blocks
     "Give a sequence the blocks it lacks, and a last block of its own to write into, in every group or in none."
     need, tail = -(-num_tokens // self.block_size), seq.num_computed_tokens // self.block_size
@@ -112,7 +118,7 @@ def grow(self: BlockManager,
     shared = [seq.shares_tail and tail < len(table) and pool.refs[table[tail]] > 1 for table, pool in zip(seq.tables, self.pools)]
     if any(need - len(table) + extra > pool.num_free for table, pool, extra in zip(seq.tables, self.pools, shared)): return False
     for g, (table, pool) in enumerate(zip(seq.tables, self.pools)):
-        if shared[g]: copies[g].append(pool.make_writable(table, tail))
+        if shared[g]: self.copies[g].append(pool.make_writable(table, tail))
         for _ in range(need - len(table)): table.append(pool.allocate())
     seq.capacity, seq.shares_tail = max(seq.capacity, need * self.block_size), False
     return True
@@ -126,8 +132,9 @@ def _release_behind(self: BlockManager, table, pool: BlockPool, first_visible: i
 
 def release(self: BlockManager, seq: Sequence):
     "Take all blocks from a sequence; what the prefix cache knows stays findable."
-    for table, pool in zip(seq.tables, self.pools):
+    for table, pool, host in zip(seq.tables, self.pools, self.host_pools):
         pool.release_all(table)
+        host.release_all([-2 - b for b in table if b < -1])
         del table[:]
     seq.capacity = seq.num_committed = 0
     seq.shares_tail = False
@@ -146,12 +153,13 @@ def lookup(self: BlockManager, seq: Sequence) -> int:  # blocks, the same number
     if not self.enable_prefix_caching or seq.request.params.prompt_logprobs is not None: return 0
     extend_hashes(seq, self.block_size)
     hashes, size = seq.block_hashes, self.block_size
-    n = min(len(hashes), (len(seq.tokens) - 1) // size)
-    for cache, window in zip(self.caches, self.windows):
-        if window is None: n = next((b for b in range(n) if hashes[b] not in cache.blocks), n)
+    n = min(len(hashes), ((seq.fork_at or len(seq.tokens)) - 1) // size)
+    groups = [(cache.blocks, host.blocks, window) for cache, host, window in zip(self.caches, self.host_caches, self.windows)]
+    for here, there, window in groups:
+        if window is None: n = next((b for b in range(n) if hashes[b] not in here and hashes[b] not in there), n)
     while n:
-        gap = next((b for cache, window in zip(self.caches, self.windows) if window is not None
-                    for b in range(n - 1, max(n * size - window + 1, 0) // size - 1, -1) if hashes[b] not in cache.blocks), None)
+        gap = next((b for here, there, window in groups if window is not None
+                    for b in range(n - 1, max(n * size - window + 1, 0) // size - 1, -1) if hashes[b] not in here and hashes[b] not in there), None)
         if gap is None: break
         n = gap
     return n
@@ -159,13 +167,42 @@ def lookup(self: BlockManager, seq: Sequence) -> int:  # blocks, the same number
 def take(self: BlockManager, seq: Sequence, n: int):
     "Share the first `n` blocks found by `lookup` and count their tokens as computed."
     size = self.block_size
-    for table, pool, cache, window in zip(seq.tables, self.pools, self.caches, self.windows):
+    for g, (table, window) in enumerate(zip(seq.tables, self.windows)):
         first = 0 if window is None else max(n * size - window + 1, 0) // size
-        for b in range(n): table.append(pool.share(cache.find(seq.block_hashes[b])) if b >= first else -1)
+        table.extend([-1] * first)
+        self._fetch(g, [(h, None) for h in seq.block_hashes[first:n]], table)
     seq.num_computed_tokens = seq.capacity = n * size
     seq.num_committed = n
 
-BlockManager.lookup, BlockManager.take = lookup, take
+def _fetch(self: BlockManager, g: int, wanted: list, table):
+    "Append blocks to a table: each is (hash, None) or (hash or None, host block). What the pool holds is shared, the rest is copied from host memory."
+    pool, cache, host_pool, host_cache = self.pools[g], self.caches[g], self.host_pools[g], self.host_caches[g]
+    here = [None if h is None or (b := cache.find(h)) is None else pool.share(b) for h, _ in wanted]
+    there = [None if b is not None else host_pool.share(host_cache.find(h) if at is None else at) for b, (h, at) in zip(here, wanted)]  # nobody may take them now
+    for b, at, (h, _) in zip(here, there, wanted):
+        if b is None:
+            b = cache.find(h) if h is not None else None  # the same prefix twice among the wanted
+            if b is not None: pool.share(b)
+            else:
+                b = pool.allocate()
+                self.copies[g].append((-2 - at, b))
+                if h is not None: cache.insert(h, b)
+        table.append(b)
+    for at in there:
+        if at is not None: host_pool.release(at)
+
+def _offload(self: BlockManager, g: int, block: int):
+    "A block is about to lose its prefix: keep it in host memory, where it displaces the oldest."
+    pool, host_pool, host_cache = self.pools[g], self.host_pools[g], self.host_caches[g]
+    h = pool.hashes[block]
+    if host_cache.find(h) is None and host_pool.num_free:
+        at = host_pool.allocate()
+        self.copies[g].append((block, -2 - at))
+        host_cache.insert(h, at)
+        host_pool.release(at)
+    self.caches[g].forget(block)
+
+BlockManager.lookup, BlockManager.take, BlockManager._fetch, BlockManager._offload = lookup, take, _fetch, _offload
 
 # %% ../nbs/04_prefix.ipynb #2453b33d
 def commit(self: BlockManager, seq: Sequence):
@@ -181,14 +218,84 @@ def commit(self: BlockManager, seq: Sequence):
 
 def reset_prefix_cache(self: BlockManager):
     "Forget every prefix; blocks in use stay in use."
-    for pool, cache in zip(self.pools, self.caches):
-        pool.hashes = [None] * pool.num_blocks
+    for pool, cache in zip(self.pools + self.host_pools, self.caches + self.host_caches):
+        pool.hashes = [None] * len(pool.hashes)
         cache.blocks.clear()
 
 def check_integrity(self: BlockManager, sequences=None):
     "Raise `AssertionError` unless pools, caches and (if given) all sequences agree."
-    for g, (pool, cache) in enumerate(zip(self.pools, self.caches)):
+    for g, (pool, host) in enumerate(zip(self.pools, self.host_pools)):
         pool.check_integrity(None if sequences is None else [s.tables[g] for s in sequences])
-        cache.check_integrity()
+        host.check_integrity(None if sequences is None else [[-2 - b for b in s.tables[g] if b < -1] for s in sequences])
+    for cache in self.caches + self.host_caches: cache.check_integrity()
 
 BlockManager.commit, BlockManager.reset_prefix_cache, BlockManager.check_integrity = commit, reset_prefix_cache, check_integrity
+
+# %% ../nbs/04_prefix.ipynb #0983512a
+def swap_out(self: BlockManager, sequences: list) -> bool:  # False, and nothing done, if host memory has too little room
+    "Move the blocks of a sequence, or of the beams of a search, to host memory. A table then names host blocks, as -2 - h."
+    plans = []
+    for g, (pool, host_pool, host_cache) in enumerate(zip(self.pools, self.host_pools, self.host_caches)):
+        blocks = list(dict.fromkeys(b for s in sequences for b in s.tables[g] if b >= 0))
+        known = [pool.hashes[b] and host_cache.find(pool.hashes[b]) for b in blocks]
+        if sum(h is None for h in known) > host_pool.num_free - sum(h is not None and not host_pool.refs[h] for h in known): return False
+        plans.append((blocks, known))
+    for g, (blocks, known) in enumerate(plans):
+        pool, host_pool, place = self.pools[g], self.host_pools[g], {}
+        for b, h in zip(blocks, known):
+            if h is not None: place[b] = host_pool.share(h)
+        for b in blocks:
+            if b in place: continue
+            place[b] = host_pool.allocate()
+            self.copies[g].append((b, -2 - place[b]))
+            if pool.hashes[b] is not None: self.host_caches[g].insert(pool.hashes[b], place[b])
+        for s in sequences:
+            old, s.tables[g] = s.tables[g], array("i", [b if b < 0 else -2 - host_pool.share(place[b]) for b in s.tables[g]])
+            pool.release_all(old)
+        for h in place.values(): host_pool.release(h)
+    return True
+
+def blocks_to_swap_in(self: BlockManager, sequences: list) -> list:  # per group, blocks that leave the free queue
+    "What the way back takes from the pools."
+    need = []
+    for g, (pool, cache, host_pool) in enumerate(zip(self.pools, self.caches, self.host_pools)):
+        hosts = {-2 - b for s in sequences for b in s.tables[g] if b < -1}
+        found = [host_pool.hashes[h] and cache.find(host_pool.hashes[h]) for h in hosts]
+        need.append(sum(b is None or not pool.refs[b] for b in found))
+    return need
+
+def swap_in(self: BlockManager, sequences: list):
+    "Bring the blocks of sequences back. There must be room."
+    for g, host_pool in enumerate(self.host_pools):
+        hosts, back = list(dict.fromkeys(-2 - b for s in sequences for b in s.tables[g] if b < -1)), []
+        self._fetch(g, [(host_pool.hashes[h], h) for h in hosts], back)
+        place = dict(zip(hosts, back))
+        for s in sequences:
+            old, s.tables[g] = s.tables[g], array("i", [self.pools[g].share(place[-2 - b]) if b < -1 else b for b in s.tables[g]])
+            host_pool.release_all([-2 - b for b in old if b < -1])
+        self.pools[g].release_all(back)
+
+BlockManager.swap_out, BlockManager.blocks_to_swap_in, BlockManager.swap_in = swap_out, blocks_to_swap_in, swap_in
+
+# %% ../nbs/04_prefix.ipynb #964ec9d5
+def compact(self: BlockManager, sequences: list) -> int:  # owned blocks that are still behind the end of a pool
+    "Move owned blocks from behind the end of each pool into free places, as far as there are any."
+    left = 0
+    for g, (pool, cache) in enumerate(zip(self.pools, self.caches)):
+        moved = {}
+        for b in range(len(pool.refs) - 1, pool.num_blocks - 1, -1):
+            if not pool.refs[b]: continue
+            if not pool.num_free: left += 1; continue
+            h = pool.hashes[b]
+            if h is not None: cache.forget(b)
+            moved[b] = pool.move(b)
+            if h is not None:
+                pool.hashes[moved[b]] = None
+                cache.insert(h, moved[b])
+            self.copies[g].append((b, moved[b]))
+        pool._trim()
+        if moved:
+            for s in sequences: s.tables[g] = array("i", [moved.get(b, b) for b in s.tables[g]])
+    return left
+
+BlockManager.compact = compact

@@ -61,7 +61,7 @@ def loaded(model, dtype="float32"): return load(model, dtype)
 
 def make_engine(model, dtype="float32", **settings):
     "An engine over a model that is loaded once per session."
-    config = EngineConfig(model=str(model), dtype=dtype, **{"kv_cache_memory": "64MiB", **settings})
+    config = EngineConfig(model=str(model), dtype=dtype, **{"kv_cache_memory": "64MiB", "swap_space": "2MiB", **settings})
     return Engine(config, Runner(config, loaded(str(model), dtype)))
 
 
