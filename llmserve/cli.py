@@ -125,7 +125,10 @@ def run_demo(args) -> int:
     llm = LLM(**{"max_model_len": 2048, **chosen(args, ENGINE_FLAGS)})
     params = SamplingParams(**{"max_tokens": 64, "temperature": 0, **chosen(args, SAMPLING_FLAGS)})
     chats = [llm.chat_prompt([{"role": "system", "content": "You are a friendly assistant. Answer briefly and in plain words."}, {"role": "user", "content": q}]) for q in DEMO]
-    llm.generate([chats[0]], SamplingParams(max_tokens=1), use_tqdm=False)  # loads the compiled kernels, and makes the common beginning known
+    console.print("[dim]preparing (the first time, kernels are compiled: half a minute)[/]")
+    llm.generate(chats[:4], SamplingParams(max_tokens=3), use_tqdm=False)
+    llm.engine.blocks.reset_prefix_cache()
+    llm.generate([chats[0]], SamplingParams(max_tokens=1), use_tqdm=False)  # makes the common beginning known
     llm.engine.records.clear()
     answers, results = [""] * len(DEMO), []
 
