@@ -250,7 +250,7 @@ class Batch:
     table_start: list  # per group int32 [sequences + 1]
     slots: list  # per group int64 [tokens]
     block_size: int
-    ancestors: np.ndarray | None = None  # int64 [tokens]
+    ancestors: np.ndarray | None = None  # int64 [tokens], bit j = node j of the sequence's tokens is visible; 0 throughout a sequence: it has no tree
     scratch: dict = field(default_factory=dict)  # what a backend computes once per step and reuses in every layer
 
     @property

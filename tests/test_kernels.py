@@ -41,7 +41,7 @@ def make_step(queries, contexts, heads, kv_heads, dim, device, size=16, dtype=to
     cache = LayerCache(allocate_pages(page_shape(sum(need) + 2, 2, kv_heads, dim, size, f), device).fill_(0xFF), 1, 0, f, size, dim)
     positions = ancestors = None
     if tree:
-        trees = [random_tree(r, n) for n in queries]
+        trees = [random_tree(r, n) if tree is True or i % 2 == 0 else ([0] * n, range(n)) for i, n in enumerate(queries)]
         positions = [c + d for (_, depth), c in zip(trees, contexts) for d in depth]
         ancestors = [b for bits, _ in trees for b in bits]
     batch = pack([[0] * n for n in queries], contexts, [tables], size, positions, ancestors)
@@ -67,6 +67,13 @@ def compare(backend, queries, contexts, shape, window=None, softcap=None, sinks=
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_and_chunks(backend, shape, format):
     compare(backend, [1] * 5 + [7, 20], [n - 1 for n in LENGTHS] + [17, 0], shape, format=format)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trees_beside_chunks(backend, window):
+    "Sequences with a tree and without one in the same step: prompts longer than a tree may be, short chunks, decodes."
+    compare(backend, [5, 90, 30, 20, 64, 1], [33, 17, 0, 200, 70, 40], (6, 2, 64), window, tree="mixed")
 
 
 @pytest.mark.parametrize("features", [dict(window=20), dict(softcap=4.0), dict(sinks=True), dict(window=40, softcap=4.0, sinks=True)], ids=str)

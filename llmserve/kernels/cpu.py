@@ -562,7 +562,7 @@ def _run_tasks(first_task, last_task, q, codes, scales, layers, layer, page, wid
         direct = kind < 4 and rows <= 6 and size % LANES == 0 and dim == dim_lanes
         paired = may_pair and not direct
         if paired: _pair_queries(q, start, head, group, rows, q_pairs)
-        step_positions, step_ancestors = positions[step_start:step_end], ancestors[step_start:step_end]
+        step_positions, step_ancestors, has_tree = positions[step_start:step_end], ancestors[step_start:step_end], is_tree and ancestors[step_start] != 0
         newest = positions[start]
         for i in range(count): newest = max(newest, positions[start + i])
         factor = scale if softcap > 0 else scale * log2e
@@ -592,7 +592,7 @@ def _run_tasks(first_task, last_task, q, codes, scales, layers, layer, page, wid
                 if softcap > 0: _scale_rows(scores, rows, columns, factor)
             elif not direct: _tile_product(rows, flat_qs, dim, 0, tile, span_lanes, dim, (columns + LANES - 1) // LANES * LANES, flat_scores, 0, columns_max, False)
             if softcap > 0: _soften(scores, rows, columns, softcap)
-            if first + columns > context or first <= newest - window: _mask(scores, rows, group, start - step_start, first, columns, context, step_positions, step_ancestors, is_tree, window)
+            if first + columns > context or first <= newest - window: _mask(scores, rows, group, start - step_start, first, columns, context, step_positions, step_ancestors, has_tree, window)
             _softmax_step(scores, rows, columns, factor if paired and softcap <= 0 else np.float32(1), m, l, acc)
             for b in range(b0, b1):
                 at, column, n = table[b] * block_bytes + offset + other_bytes, (b - b0) * size, min(size, length - b * size)
@@ -661,10 +661,10 @@ def _attend_long(q, k, v, cache: LayerCache, batch: Batch, i: int, scale, window
         first = 0 if window is None else min(max(int(batch.positions[here.start]) - window + 1, 0), context)
         keys, values = reference.gather(cache, batch, i, first)
         if keys.dtype != q.dtype: keys, values = keys.to(q.dtype), values.to(q.dtype)
-    plain = context == 0 and batch.ancestors is None and (window is None or count <= window)
+    ancestors = None if batch.ancestors is None or batch.ancestors[here.start] == 0 else torch.from_numpy(batch.ancestors[here])
+    plain = context == 0 and ancestors is None and (window is None or count <= window)
     mask = None
     if not plain or softcap or sinks is not None:
-        ancestors = None if batch.ancestors is None else torch.from_numpy(batch.ancestors[here])
         mask = reference.visible(torch.from_numpy(batch.positions[here]), context, window, ancestors)[:, first:]
     if softcap or sinks is not None:
         for a in range(0, count, 256): out[here][a:a + 256] = reference.attend_dense(q[here][a:a + 256], keys, values, mask[a:a + 256], scale, softcap, sinks).to(q.dtype)

@@ -89,7 +89,7 @@ def attention_kernel(p_q, p_codes, p_scales, p_out, p_m, p_l, p_acc, p_tasks, p_
 
             j = o_t - context  # index within the step; the context is negative
             seen = j[None, :] <= query[:, None]
-            if TREE: seen = (j[None, :] < 0) | (((ancestors[:, None] >> tl.minimum(tl.maximum(j, 0), 63)[None, :]) & 1) == 1)
+            if TREE: seen = tl.where(ancestors[:, None] == 0, seen, (j[None, :] < 0) | (((ancestors[:, None] >> tl.minimum(tl.maximum(j, 0), 63)[None, :]) & 1) == 1))  # 0: a sequence without a tree
             if WINDOW:
                 place = o_t.to(tl.int64)
                 if TREE: place = tl.where(j < 0, place, tl.load(p_positions + step_start + j, mask=m_t & (j >= 0), other=0))

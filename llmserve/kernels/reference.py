@@ -99,7 +99,7 @@ def paged_attention(
         first = 0 if window is None else max(int(batch.positions[here].min()) - window + 1, 0)
         first = min(first, context)
         k, v = gather(cache, batch, i, first)
-        ancestors = None if batch.ancestors is None else torch.as_tensor(batch.ancestors[here], device=q.device)
+        ancestors = None if batch.ancestors is None or batch.ancestors[here.start] == 0 else torch.as_tensor(batch.ancestors[here], device=q.device)
         mask = visible(positions, context, window, ancestors)[:, first:]
         out[here] = attend_dense(q[here], k, v, mask, scale, softcap, sinks).to(q.dtype)
     return out
