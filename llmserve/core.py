@@ -173,6 +173,7 @@ class EngineConfig:
     enforce_eager: bool = False  # on a GPU, do not record decode steps as CUDA graphs
     fuse: bool = True  # merge and pack what surrounds the attention, where proven equal
     trust_remote_code: bool = False  # run code that comes with a model
+    speculative_config: dict | None = None  # how to draft: {"method": "ngram", "num_speculative_tokens": 5, …}, see chapter 32
     seed: int = 0  # seeds of requests that bring none are derived from it
 
     def __post_init__(self): self.check()
@@ -235,7 +236,7 @@ class Sequence:
     __slots__ = ("request", "index", "tokens", "num_prompt_tokens", "num_computed_tokens", "max_len", "tables", "capacity", "block_hashes",
                  "num_committed", "num_cached_tokens", "status", "finish_reason", "stop_reason", "seed", "num_preemptions", "arrival",
                  "first_scheduled_time", "first_token_time", "last_token_time", "finish_time", "end_tokens", "unborn", "shares_tail",
-                 "fork_at", "search")
+                 "fork_at", "search", "draft", "drafting")
 
     def __init__(self,
         request: Request,  # whose answer this is
@@ -257,6 +258,7 @@ class Sequence:
         self.unborn = []  # sequences that will be forked from this one when its prompt (or `fork_at` tokens) are computed
         self.fork_at = None  # computed tokens at which the beams of an interrupted search part again
         self.search = None  # the BeamSearch it is a beam of
+        self.draft = self.drafting = None  # a TokenTree to be checked in the next step; what its drafter remembers
         self.shares_tail = False  # whether its last, partly filled block may have other owners
         params = request.params
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)
@@ -375,6 +377,7 @@ class StepRecord:
     num_cached_tokens: int = 0  # prompt tokens reused from the prefix cache in this step
     swapped_out: int = 0  # blocks copied to host memory before the forward
     swapped_in: int = 0  # blocks copied back
+    drafted: list = field(default_factory=list)  # (sequence id, nodes of its tree, accepted ones) of each sequence that had one
 
     @property
     def num_tokens(self) -> int: return sum(n for _, n, _ in self.scheduled)

@@ -29,6 +29,7 @@ class Engine:
         self.blocks = BlockManager(windows, self.plan.num_blocks, config.block_size, config.enable_prefix_caching, host, config.offload_prefixes)
         costs = PreemptionCosts(self.plan.block_bytes, self.runner.copy_rate()) if host else None
         self.scheduler = Scheduler(config, self.blocks, self.plan.max_model_len, costs)
+        if getattr(self.runner, "drafter", None): self.scheduler.lookahead = self.runner.drafter.lookahead
         self.requests = {}  # id → Request, until its last sequence has ended
         self.records = deque(maxlen=10_000)  # StepRecords, newest last
         self.on_step = []  # called with each StepRecord
@@ -99,7 +100,8 @@ def _step(self: Engine) -> list:
     record = StepRecord(next(self._steps), start, decided - start + time.monotonic() - executed, executed - decided,
                         [(s.id, n, len(t) or i in result.beams) for i, (s, n, t) in enumerate(zip(order.sequences, order.num_tokens, result.tokens))] + [(s.id, 0, 1) for children in order.forks.values() for s in children], len(self.scheduler.running), len(self.scheduler.waiting),
                         [s.id for s in order.preempted], self._ended + [s.id for s in finished], self.blocks.num_used, self.blocks.num_blocks, order.num_cached_tokens,
-                        sum(to < 0 for pairs in order.copies for _, to in pairs), sum(at < 0 for pairs in order.copies for at, _ in pairs))
+                        sum(to < 0 for pairs in order.copies for _, to in pairs), sum(at < 0 for pairs in order.copies for at, _ in pairs),
+                        [(order.sequences[i].id, len(tree), len(result.tokens[i]) - 1) for i, tree in order.drafts.items()])
     self._ended, self.last_work = [], time.monotonic()
     self.records.append(record)
     if self.shrinking or not self.has_work: self._settle()

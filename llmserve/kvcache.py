@@ -321,10 +321,12 @@ def plan_memory(
     config: EngineConfig,
     format: KVFormat,
     free_bytes: int,  # what KV may take
+    drafter_bytes: int = 0,  # of a drafter's K and V, per block of the group that sees everything
 ) -> MemoryPlan:
     "Divide memory over the groups. Raises `OutOfMemory` if not one sequence of `max_model_len` fits."
     size, windows = config.block_size, [w for w, _ in spec.groups]
     block_bytes = [len(layers) * 2 * spec.num_kv_heads * format.page_bytes(spec.head_dim, size) for _, layers in spec.groups]
+    free_bytes = int(free_bytes * sum(block_bytes) / (sum(block_bytes) + drafter_bytes))
     step = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     share = [1.0 if w is None or len(windows) == 1 else min(1.0, (w + size) / (4 * w)) for w in windows]
     wanted = config.max_model_len or spec.max_position

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['root_hash', 'block_hash', 'extend_hashes', 'PrefixCache', 'blocks_per_sequence', 'BlockManager', 'grow', 'release',
-           'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity', 'swap_out', 'blocks_to_swap_in',
-           'swap_in', 'compact']
+           'trim', 'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity', 'swap_out',
+           'blocks_to_swap_in', 'swap_in', 'compact']
 
 # %% ../nbs/04_prefix.ipynb #b8020642
 from array import array
@@ -139,13 +139,23 @@ def release(self: BlockManager, seq: Sequence):
     seq.capacity = seq.num_committed = 0
     seq.shares_tail = False
 
+def trim(self: BlockManager, seq: Sequence) -> bool:  # whether there was anything to take
+    "Take the blocks that a sequence holds only for drafts."
+    keep, taken = -(-len(seq.tokens) // self.block_size), False
+    for table, pool in zip(seq.tables, self.pools):
+        while len(table) > keep:
+            pool.release(table.pop())
+            taken = True
+    seq.capacity = min(seq.capacity, keep * self.block_size)
+    return taken
+
 def fork(self: BlockManager, seq: Sequence, child: Sequence):
     "Give another sequence all blocks of this one, the partly filled one too; whoever writes into that first gets a copy (`grow`)."
     child.tables = [pool.fork(table) for pool, table in zip(self.pools, seq.tables)]
     child.num_computed_tokens, child.capacity, child.num_committed, child.block_hashes = seq.num_computed_tokens, seq.capacity, seq.num_committed, seq.block_hashes[:seq.num_committed]
     seq.shares_tail = child.shares_tail = seq.num_computed_tokens % self.block_size != 0
 
-BlockManager.grow, BlockManager._release_behind, BlockManager.release, BlockManager.fork = grow, _release_behind, release, fork
+BlockManager.grow, BlockManager._release_behind, BlockManager.release, BlockManager.trim, BlockManager.fork = grow, _release_behind, release, trim, fork
 
 # %% ../nbs/04_prefix.ipynb #238edd93
 def lookup(self: BlockManager, seq: Sequence) -> int:  # blocks, the same number in every group

@@ -54,6 +54,7 @@ class Step:
     samples: list = field(default_factory=list)  # whether each reaches its end and draws a token
     forks: dict = field(default_factory=dict)  # index in the step → sequences that begin with the same draw, on their own seeds
     preempted: list = field(default_factory=list)  # sequences that gave way
+    drafts: dict = field(default_factory=dict)  # index in the step → TokenTree that is checked with it; its nodes are among the tokens
     copies: list = field(default_factory=list)  # per group, (from, to) blocks to copy before the forward, in this order; -2 - h is block h of host memory
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
 
@@ -65,6 +66,7 @@ class StepResult:
     tokens: list  # per sequence, the tokens drawn (none while its prompt is not finished)
     logprobs: list | None = None  # per sequence, None or one {token id: Logprob} per drawn token
     forks: dict = field(default_factory=dict)  # index in the step → per forked sequence, (token, None or {token id: Logprob})
+    drafts: dict = field(default_factory=dict)  # index in the step → TokenTree for the sequence's next step
     beams: dict = field(default_factory=dict)  # index in the step → for a beam, its best continuations [(token, log-probability)]
     prompt_logprobs: dict = field(default_factory=dict)  # index in the step → list of {token id: Logprob} for the prompt tokens of this step
 
@@ -124,6 +126,7 @@ class Scheduler:
     ):
         self.config, self.blocks, self.max_model_len, self.costs = config, blocks, max_model_len, costs
         self.expand, self.limits = expand, limits
+        self.lookahead = 0  # places behind its last token that a drafter needs of each sequence
         self.budget = config.max_num_batched_tokens
         self.chunk = min(config.long_prefill_token_threshold or self.budget, self.budget)
         self.waiting, self.running = WaitingQueue(config.scheduling_policy), []
@@ -193,9 +196,14 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
             if n == 0:
                 i += 1
                 continue
+        tree = None
+        if seq.draft is not None and n == 1: tree = seq.draft.cut(budget - 1, seq.max_len - want - 1)
+        if (tree or self.lookahead) and computed + n == want:  # drafts have places only where places are free
+            extra = len(tree) if tree else 0
+            if not any(computed + n + more <= seq.capacity or grow(seq, computed + n + more) for more in (max(extra, self.lookahead), extra)): tree = None
         if computed + n > seq.capacity or seq.shares_tail:
             while not grow(seq, computed + n):
-                if self.expand(): continue
+                if self.expand() or self._reclaim(i): continue
                 victim = self._victim()
                 for gone in victim.search.beams if victim.search else [victim]:
                     place = running.index(gone)
@@ -206,15 +214,23 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
                         at = sequences.index(gone)
                         budget += num_tokens[at]
                         del sequences[at], num_tokens[at], samples[at]
+                        step.drafts = {k - (k > at): t for k, t in step.drafts.items() if k != at}
                 self._preempt(victim, step)
                 if seq.status is not Status.RUNNING: break
             if seq.status is not Status.RUNNING: continue
+        samples.append(computed + n == want)
+        if tree:
+            step.drafts[len(sequences)] = tree
+            n += len(tree)
         sequences.append(seq)
         num_tokens.append(n)
-        samples.append(computed + n == want)
         budget -= n
         i += 1
     return budget
+
+def _reclaim(self: Scheduler, i: int) -> bool:
+    "Before anybody gives way: take blocks that are held for drafts only, from the sequence at place `i` and those behind it."
+    return any([self.blocks.trim(seq) for seq in self.running[i:]])
 
 def _victim(self: Scheduler) -> Sequence:
     "Who gives way: the last that came, or the least important."
@@ -225,6 +241,8 @@ def _preempt(self: Scheduler, seq: Sequence, step: Step):
     "Take the blocks of a sequence that runs no longer, with all beams of its search: into host memory, or their tokens are computed again later."
     beams = seq.search.beams if seq.search else [seq]
     seq = beams[0]
+    seq.draft = None
+    self.blocks.trim(seq)
     common = next((i for i, tokens in enumerate(zip(*(s.tokens for s in beams))) if len(set(tokens)) > 1), len(seq.tokens) - 1)
     if self._swap_pays(beams, common) and self.blocks.swap_out(beams):
         for s in beams: s.status = Status.SWAPPED
@@ -251,7 +269,7 @@ def _beam_tokens(self: Scheduler, seq: Sequence, n: int, budget: int) -> int:
     if seq is search.beams[0]: search.together = budget >= len(search.beams) and all(len(b.tokens) - b.num_computed_tokens == 1 for b in search.beams)
     return min(n, left - 1) if left > 1 else int(search.together)
 
-Scheduler.schedule, Scheduler._serve, Scheduler._victim, Scheduler._preempt, Scheduler._swap_pays, Scheduler._beam_tokens = schedule, _serve, _victim, _preempt, _swap_pays, _beam_tokens
+Scheduler.schedule, Scheduler._serve, Scheduler._reclaim, Scheduler._victim, Scheduler._preempt, Scheduler._swap_pays, Scheduler._beam_tokens = schedule, _serve, _reclaim, _victim, _preempt, _swap_pays, _beam_tokens
 
 # %% ../nbs/20_scheduler.ipynb #799975a8
 def _admit(self: Scheduler, step: Step, budget: int):
@@ -324,8 +342,10 @@ def update(self: Scheduler, step: Step, result: StepResult) -> list:  # Sequence
     caching, running = self.blocks.enable_prefix_caching, Status.RUNNING
     for i, (seq, n, new) in enumerate(zip(step.sequences, step.num_tokens, result.tokens)):
         if seq.status is not running: continue
-        seq.num_computed_tokens += n
-        if caching and seq.num_computed_tokens // size > seq.num_committed: self.blocks.commit(seq)
+        drafted, seq.draft = i in step.drafts, result.drafts.get(i)
+        if not drafted:
+            seq.num_computed_tokens += n
+            if caching and seq.num_computed_tokens // size > seq.num_committed: self.blocks.commit(seq)
         prompt_logprobs = result.prompt_logprobs.get(i)
         if seq.search is not None:
             if seq.num_computed_tokens == seq.fork_at: self._part(seq)
@@ -336,24 +356,29 @@ def update(self: Scheduler, step: Step, result: StepResult) -> list:  # Sequence
         children = self._fork(seq, result.forks[i]) if i in result.forks else ()
         for child in reversed(seq.unborn): self.waiting.push(child, front=True)  # a runner that does not fork: they come in by themselves
         seq.unborn = []
-        self._append(seq, new, result.logprobs[i] if result.logprobs else None, prompt_logprobs, updates, now)
+        self._append(seq, new, result.logprobs[i] if result.logprobs else None, prompt_logprobs, updates, now, drafted)
         for child, (token, logprob) in children: self._append(child, [token], [logprob] if logprob is not None else None, None, updates, now)
     for search, offers in searches.values(): self._advance(search, offers, updates, now)
     if any(u.sequence.status is not running for u in updates): self.running = [s for s in self.running if s.status is running]
     return updates
 
-def _append(self: Scheduler, seq: Sequence, new: list, logprobs: list | None, prompt_logprobs, updates: list, now: float):
-    "Add tokens to a sequence, up to its end."
+def _append(self: Scheduler, seq: Sequence, new: list, logprobs: list | None, prompt_logprobs, updates: list, now: float, drafted: bool = False):
+    "Add tokens to a sequence, up to its end. Of drafted ones all but the last are in the pages."
     if seq.first_token_time is None: seq.first_token_time = now
     seq.last_token_time = now
+    reason = stop = None
     for j, token in enumerate(new):
         seq.tokens.append(token)
         if token in seq.end_tokens and len(seq.tokens) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
-            self._end(seq, "stop", token if token in seq.request.params.stop_token_ids else None)
-        elif len(seq.tokens) >= seq.max_len: self._end(seq, "length")
+            reason, stop = "stop", token if token in seq.request.params.stop_token_ids else None
+        elif len(seq.tokens) >= seq.max_len: reason = "length"
         else: continue
         new = new[:j + 1]
         break
+    if drafted:
+        seq.num_computed_tokens = len(seq.tokens) - 1
+        self.blocks.commit(seq)
+    if reason: self._end(seq, reason, stop)
     updates.append(SequenceUpdate(seq, new, logprobs and logprobs[:len(new)], prompt_logprobs))
 
 def _fork(self: Scheduler, seq: Sequence, drawn: list) -> list:  # (child, (token, logprobs)) of those that now run

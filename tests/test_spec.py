@@ -1,0 +1,177 @@
+"""Speculation changes the number of steps and nothing else: every drafter, with everything else switched on."""
+import dataclasses
+import random
+
+import pytest
+from conftest import make_engine
+from test_fork import prompt_of
+from test_pressure import BEAMS, GREEDY, SAMPLES, answers, throw_out
+
+from llmserve.core import EngineConfig, SamplingParams
+from llmserve.draft import Drafter
+from llmserve.engine import Engine
+from llmserve.models import load
+from llmserve.runner import Runner
+from llmserve.tree import TokenTree
+
+REPEATING = [(prompt_of(12, i) * 3)[:n] for i, n in enumerate((15, 16, 17, 31, 33, 36))]
+LOGPROBS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
+PENALTIES = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_tokens=4, logit_bias={7: 3.0})
+SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
+ENDING = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=list(range(3, 160, 9)))
+
+
+class Oracle(Drafter):
+    "Knows the answer, and hides it among wrong drafts in random trees; for tests of everything behind a drafter."
+    def __init__(self, known, seed=0, honest=0.8): self.known, self.r, self.honest = known, random.Random(seed), honest
+
+    def propose(self, news, batch):
+        out = []
+        for n in news:
+            tokens = n.seq.tokens + n.tokens
+            answer = self.known.get((tuple(n.seq.request.prompt_token_ids), n.seq.seed), [])
+            if not n.wants_drafts or self.r.random() < 0.15: out.append(None); continue
+            rest, tree, at = answer[len(tokens) - n.seq.num_prompt_tokens:], TokenTree([], []), -1
+            for k in range(self.r.randint(1, 8)):
+                right = rest[k] if k < len(rest) and self.r.random() < self.honest else self.r.randrange(3, 160)
+                siblings = [right, *(self.r.randrange(3, 160) for _ in range(self.r.randint(0, 3)))]
+                self.r.shuffle(siblings)
+                first = len(tree)
+                tree.tokens += siblings
+                tree.parents += [at] * len(siblings)
+                at = first + siblings.index(right) if self.r.random() < 0.9 else first
+            out.append(tree)
+        return out
+
+
+def go(engine, work, harsh=None, known=None):
+    r, thrown = random.Random(harsh or 0), []
+    requests = [engine.add(p, q) for p, q in work]
+    sequences = [list(x.sequences) for x in requests]
+    while engine.has_work:
+        if harsh is not None and len(engine.scheduler.running) > 1 and r.random() < 0.5: throw_out(engine.scheduler, r.choice(engine.scheduler.running), thrown)
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert engine.blocks.num_used == [0] * len(engine.blocks.pools)
+    return answers(requests)
+
+
+def accepted(engine): return sum(a for x in engine.records for _, _, a in x.drafted)
+
+
+def with_oracle(folder, work, plain, honest=0.8, **settings):
+    engine = make_engine(folder, max_model_len=128, **settings)
+    known = {}
+    for (prompt, params), outs in zip(work, plain):
+        for i, out in enumerate(outs): known[tuple(prompt), (params.seed or 0) + i if params.seed is not None else None] = out
+    requests_known = {}
+    for (p, seed), out in known.items():
+        requests_known[p, seed] = out
+    drafter = Oracle({}, honest=honest)
+    drafter.known = _AnySeed(requests_known)
+    engine.runner.drafter = drafter
+    return engine
+
+
+class _AnySeed(dict):
+    "Looks an answer up by prompt and seed; a request without a seed has one answer."
+    def get(self, key, default=None): return super().get(key) or super().get((key[0], None)) or default
+
+
+WORK = [(prompt_of(37, 1), GREEDY), (prompt_of(16, 2), BEAMS), (prompt_of(50, 3), SAMPLES), (prompt_of(31, 4), PENALTIES), (prompt_of(40, 5), SEEDED), (prompt_of(5, 6), LOGPROBS), (prompt_of(15, 7), ENDING), (prompt_of(33, 8), GREEDY)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("settings", [dict(), dict(enable_prefix_caching=False), dict(max_num_batched_tokens=24), dict(num_gpu_blocks_override=40, preemption_mode="swap", harsh=3), dict(num_gpu_blocks_override=40, preemption_mode="recompute", harsh=4),
+                                      dict(kv_cache_dtype="int8"), dict(attention_backend="reference"), dict(block_size=4)], ids=str)
+def test_random_trees_change_nothing(name, settings, tiny):
+    "Plain, penalized, seeded, n samples, beams, early ends, log-probabilities; under pressure of every kind."
+    harsh = settings.get("harsh")
+    settings = {k: v for k, v in settings.items() if k != "harsh"}
+    same = {k: v for k, v in settings.items() if k in ("kv_cache_dtype",)}
+    plain = go(make_engine(tiny(name), max_model_len=128, **same), WORK)
+    engine = with_oracle(tiny(name), WORK, plain, **settings)
+    assert go(engine, WORK, harsh) == plain
+    assert accepted(engine) > 30 and any(a < n for x in engine.records for _, n, a in x.drafted)
+
+
+def test_logprobs_with_drafts(tiny):
+    from llmserve.llm import LLM
+    outs = []
+    for drafting in (False, True):
+        engine = make_engine(tiny("llama"), max_model_len=128)
+        if drafting: engine = with_oracle(tiny("llama"), [(prompt_of(20), LOGPROBS)], [[[t for t in outs[0][0]]]])
+        llm = LLM(engine=engine, quiet=True)
+        llm.tokenizer = None
+        out, = llm.generate([prompt_of(20)], dataclasses.replace(LOGPROBS, detokenize=False), use_tqdm=False)
+        outs.append((out.outputs[0].token_ids, [{t: round(lp.logprob, 4) for t, lp in line.items()} for line in out.outputs[0].logprobs]))
+    assert outs[0] == outs[1] and accepted(engine) > 3
+
+
+def test_triton_interpreted(tiny):
+    work = WORK[:1] + WORK[3:5]
+    plain = go(make_engine(tiny("llama"), max_model_len=128), work)
+    engine = with_oracle(tiny("llama"), work, plain, attention_backend="triton")
+    assert go(engine, work) == plain and accepted(engine) > 8
+
+
+CONFIGS = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0), "draft": dict(method="draft_model", num_speculative_tokens=3)}
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("settings", [dict(), dict(enable_prefix_caching=False), dict(max_num_batched_tokens=20), dict(num_gpu_blocks_override=44, preemption_mode="swap", harsh=1), dict(num_gpu_blocks_override=44, preemption_mode="recompute", harsh=2),
+                                      dict(kv_cache_dtype="int8"), dict(num_gpu_blocks_override=14)], ids=str)
+def test_methods_change_nothing(method, settings, tiny):
+    harsh = settings.get("harsh")
+    settings = {k: v for k, v in settings.items() if k != "harsh"}
+    work = [(p, q) for p, q in zip(REPEATING, (GREEDY, SEEDED, PENALTIES, GREEDY, SAMPLES, ENDING))] + WORK[:3] if settings.get("num_gpu_blocks_override") != 14 else [(p, GREEDY) for p in REPEATING]
+    same = {k: v for k, v in settings.items() if k == "kv_cache_dtype"}
+    for name in ("llama", "qwen3"):
+        plain = go(make_engine(tiny(name), max_model_len=128, **same), work)
+        config = dict(CONFIGS[method])
+        if method == "draft": config["model"] = str(tiny("qwen2") if name == "qwen3" else tiny(name))
+        engine = make_engine(tiny(name), max_model_len=128, speculative_config=config, **settings)
+        assert go(engine, work, harsh) == plain
+        assert any(x.drafted for x in engine.records)
+        if name == "llama" and method == "draft": assert accepted(engine) > (20 if harsh else 40)
+
+
+def test_a_draft_model_in_step_with_its_target(tiny):
+    "The target as its own draft model: each draft is right, also behind a prefix hit, a swap and a second request."
+    engine = make_engine(tiny("llama"), max_model_len=128, speculative_config=dict(method="draft_model", model=str(tiny("llama")), num_speculative_tokens=4), preemption_mode="swap")
+    first = engine.add(prompt_of(40), GREEDY)
+    for _ in range(3): engine.step()
+    second = engine.add(prompt_of(40), dataclasses.replace(GREEDY, max_tokens=30))
+    for _ in range(2): engine.step()
+    throw_out(engine.scheduler, first.sequences[0], [])
+    while engine.has_work: engine.step()
+    assert second.sequences[0].num_cached_tokens == 32
+    drafted = [(n, a) for x in engine.records for _, n, a in x.drafted]
+    assert sum(a for _, a in drafted) >= 0.9 * sum(n for n, _ in drafted) and len(drafted) >= 9
+
+
+def test_drawn_drafts_keep_the_distribution(tiny):
+    "probabilistic drafts of another model, on a real engine: the second and third token over many seeds, against plain sampling."
+    import numpy as np
+    params = SamplingParams(temperature=1.0, top_k=6, max_tokens=4, ignore_eos=True)
+    counts = []
+    for config in (None, dict(method="draft_model", model=str(tiny("qwen2")), num_speculative_tokens=3, draft_sample_method="probabilistic")):
+        engine = make_engine(tiny("qwen3"), max_model_len=64, speculative_config=config)
+        requests = [engine.add([5, 6, 7], dataclasses.replace(params, seed=s + (10_000 if config else 0))) for s in range(1500)]
+        while engine.has_work: engine.step()
+        counts.append([np.bincount([r.sequences[0].output_token_ids[i] for r in requests], minlength=160) for i in (1, 2)])
+    assert accepted(engine) > 50
+    for plain, drafted in zip(*counts):
+        seen = (plain + drafted) > 20
+        a, b = plain[seen], drafted[seen]
+        chi2 = (((a - b) ** 2) / (a + b)).sum()
+        assert chi2 < seen.sum() + 5 * (2 * seen.sum()) ** 0.5, (chi2, seen.sum())
+
+
+def test_what_cannot_draft(tiny):
+    with pytest.raises(ValueError, match="another tokenizer"):
+        config = EngineConfig(model="smollm2-135m", kv_cache_memory="64MiB", max_model_len=256, speculative_config=dict(method="draft_model", model="gemma3-270m"))
+        Engine(config, Runner(config, load("smollm2-135m")))
+    for name, config, words in [("llama", dict(method="guess"), "method must be one of"), ("llama", dict(method="ngram", num_speculative_tokens=0), r"num_speculative_tokens must be an integer in \[1, 63\], got 0"), ("llama", dict(method="ngram", tokens=3), "ngram has no key tokens"),
+                                ("mistral", dict(method="draft_model", model=str(tiny("mistral"))), "no layer that sees the whole sequence")]:
+        with pytest.raises(ValueError, match=words): make_engine(tiny(name), max_model_len=128, speculative_config=config)
