@@ -151,8 +151,9 @@ def trim(self: BlockManager, seq: Sequence) -> bool:  # whether there was anythi
 
 def fork(self: BlockManager, seq: Sequence, child: Sequence):
     "Give another sequence all blocks of this one, the partly filled one too; whoever writes into that first gets a copy (`grow`)."
-    child.tables = [pool.fork(table) for pool, table in zip(self.pools, seq.tables)]
-    child.num_computed_tokens, child.capacity, child.num_committed, child.block_hashes = seq.num_computed_tokens, seq.capacity, seq.num_committed, seq.block_hashes[:seq.num_committed]
+    filled = -(-seq.num_computed_tokens // self.block_size)  # blocks behind these are for drafts of this sequence
+    child.tables = [pool.fork(table[:filled]) for pool, table in zip(self.pools, seq.tables)]
+    child.num_computed_tokens, child.capacity, child.num_committed, child.block_hashes = seq.num_computed_tokens, filled * self.block_size, seq.num_committed, seq.block_hashes[:seq.num_committed]
     seq.shares_tail = child.shares_tail = seq.num_computed_tokens % self.block_size != 0
 
 BlockManager.grow, BlockManager._release_behind, BlockManager.release, BlockManager.trim, BlockManager.fork = grow, _release_behind, release, trim, fork

@@ -198,7 +198,7 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
                 continue
         tree = None
         if seq.draft is not None and n == 1: tree = seq.draft.cut(budget - 1, seq.max_len - want - 1)
-        if (tree or self.lookahead) and computed + n == want:  # drafts have places only where places are free
+        if (tree or self.lookahead and seq.search is None) and computed + n == want:  # drafts have places only where places are free
             extra = len(tree) if tree else 0
             if not any(computed + n + more <= seq.capacity or grow(seq, computed + n + more) for more in (max(extra, self.lookahead), extra)): tree = None
         if computed + n > seq.capacity or seq.shares_tail:
