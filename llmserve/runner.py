@@ -35,14 +35,15 @@ class Runner:
         loaded: LoadedModel | None = None,  # a model that is in memory already
     ):
         self.config = config
+        self.drafter = self.typical = None
         self._set_model(loaded or self._load())
         self.format = kv_format(config.kv_cache_dtype, self.loaded.dtype, self.spec.head_dim)
         if self.backend.name == "numba" and self.format.dtype == torch.float16: raise ValueError(f"kv_cache_dtype must be float32, bfloat16 or quantized with attention_backend='numba', got {config.kv_cache_dtype!r}")
         self._faster = dict(argmax=cpu.argmax) if self.backend.name == "numba" else {}
-        self.drafter = self.typical = None
         if config.speculative_config:
             from llmserve.draft import make_drafter
             self.drafter = make_drafter(config.speculative_config, self)
+            self.drafter.attach(self)
             self.typical = self.drafter.typical
         self.plan = plan_memory(self.spec, config, self.format, available_memory(config, self.device) - self._activation_bytes(), self.drafter.block_bytes if self.drafter else 0)
         self.cache = KVCache(self.spec, self.plan.num_blocks, config.block_size, self.format, self.device)
@@ -83,6 +84,7 @@ def _set_model(self: Runner, loaded: LoadedModel):
     self.loaded, self.model, self.spec, self.device = loaded, loaded.model, loaded.spec, loaded.device
     self.backend = choose_backend(self.config.attention_backend, self.device, loaded.dtype)
     self.fused = fuse.fuse_model(self.model) if self.config.fuse and self.backend.name == "numba" else {}
+    if self.drafter is not None: self.drafter.attach(self)
 
 def _activation_bytes(self: Runner) -> int:
     "On a GPU, what a full step needs besides weights and pages, measured."

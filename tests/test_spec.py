@@ -116,7 +116,28 @@ def test_triton_interpreted(tiny):
     assert go(engine, work) == plain and accepted(engine) > 8
 
 
-CONFIGS = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0), "draft": dict(method="draft_model", num_speculative_tokens=3)}
+CONFIGS = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0), "draft": dict(method="draft_model", num_speculative_tokens=3),
+           "medusa": dict(method="medusa", num_speculative_tokens=10), "eagle": dict(method="eagle", num_speculative_tokens=4), "eagle2": dict(method="eagle", num_speculative_tokens=14, tree="dynamic", tree_depth=4, tree_width=3),
+           "eagle static": dict(method="eagle", num_speculative_tokens=12, tree="static"), "eagle3": dict(method="eagle3", num_speculative_tokens=14, tree="dynamic", tree_depth=4, tree_width=3)}
+
+
+def head_for(method, folder):
+    "A random head for a tiny model."
+    import torch
+
+    from llmserve.eagle import EagleConfig, EagleHead
+    from llmserve.medusa import MedusaHeads, output_rows
+    from conftest import loaded
+    model = loaded(str(folder), "float32").model
+    torch.manual_seed(3)
+    if method == "medusa":
+        heads = MedusaHeads(64, 3, out=[output_rows(model)] * 3)
+        for parameter in heads.parameters(): torch.nn.init.normal_(parameter, std=0.1)
+        return heads
+    head = EagleHead(EagleConfig(3 if method == "eagle3" else 1, 64, 96, 4, 2, 16, 80, 64, layers=(1, 2, 3)))
+    head.d2t = torch.arange(80) * 2 + 1
+    head.out = output_rows(model, head.d2t)
+    return head.eval()
 
 
 @pytest.mark.parametrize("method", CONFIGS)
@@ -131,10 +152,79 @@ def test_methods_change_nothing(method, settings, tiny):
         plain = go(make_engine(tiny(name), max_model_len=128, **same), work)
         config = dict(CONFIGS[method])
         if method == "draft": config["model"] = str(tiny("qwen2") if name == "qwen3" else tiny(name))
+        elif method not in ("ngram", "suffix"): config["model"] = head_for(config["method"], tiny(name))
         engine = make_engine(tiny(name), max_model_len=128, speculative_config=config, **settings)
         assert go(engine, work, harsh) == plain
         assert any(x.drafted for x in engine.records)
         if name == "llama" and method == "draft": assert accepted(engine) > (20 if harsh else 40)
+
+
+def naive_eagle(model, head, tokens, config):
+    "The drafts of an EAGLE head, everything computed anew and densely for each node."
+    import torch
+
+    from llmserve.tree import grow_tree
+    dim, layers = head.config.head_dim, head.config.layers
+    with torch.inference_mode():
+        seen = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        features = head.fuse(torch.cat([seen[i][0] for i in layers], -1) if head.config.version == 3 else seen[-1][0])  # the last one is behind the final norm
+        entered = torch.cat([torch.zeros(1, features.shape[1]), features[:-1]])  # of the entries
+
+        def after(path):  # path: drafted tokens; → the head's feature at its end
+            hidden, ids = entered, list(tokens)
+            for step in range(len(path) + 1):
+                x = model.get_input_embeddings()(torch.tensor(ids))
+                cos, sin = model.model.rotary_emb(x, torch.arange(len(ids))[None])
+                residual, q, k, v = head.enter(x, hidden, cos[0], sin[0])
+                o = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+                out = head.leave(residual, o.flatten(1))
+                if step < len(path): ids, hidden = ids + [path[step]], torch.cat([hidden, out[-1:]])
+            values, places = head.logits(out[-1:]).log_softmax(-1)[0].topk(width)
+            return list(zip(head.d2t[places].tolist(), values.tolist()))
+
+        width, paths = config.get("tree_width", 1), {}
+
+        def expand(nodes):
+            out = []
+            for i, token, parent in nodes:
+                paths[i] = paths.get(parent, []) + [token]
+                out.append(after(paths[i]))
+            return out
+        return grow_tree(after([]), expand, config["num_speculative_tokens"], config.get("tree_depth", config["num_speculative_tokens"]), width)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle2", "eagle3"])
+def test_eagle_drafts_what_a_dense_head_would(method, tiny):
+    "Through pages, chunks, a prefix hit, accepted and refused drafts, swap and recomputation."
+    from conftest import loaded
+    folder, config = tiny("llama"), dict(CONFIGS[method])
+    head = config["model"] = head_for(config["method"], folder)
+    model = loaded(str(folder), "float32").model
+    for settings in (dict(), dict(max_num_batched_tokens=24), dict(preemption_mode="swap", harsh=5), dict(preemption_mode="recompute", harsh=6)):
+        harsh = settings.pop("harsh", None)
+        engine, r, checked = make_engine(folder, max_model_len=128, speculative_config=config, **settings), random.Random(harsh), 0
+        own, prompts = engine.runner.drafter.propose, [prompt_of(37, 1), prompt_of(37, 1)[:34] + [9, 9], prompt_of(16, 3)]
+
+        def propose(news, batch):
+            nonlocal checked
+            out = own(news, batch)
+            for n, tree in zip(news, out):
+                if not tree or r.random() < 0.4: continue
+                expected = naive_eagle(model, head, n.seq.tokens + n.tokens, config)
+                expected = expected.cut(64, n.seq.max_len - len(n.seq.tokens) - len(n.tokens) - 1)
+                if n.seq.max_len - len(n.seq.tokens) - len(n.tokens) - 1 >= 6:
+                    assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents), (n.seq, settings)
+                    checked += 1
+            return out
+        engine.runner.drafter.propose = propose
+        for p in prompts:
+            engine.add(p, GREEDY)
+            for _ in range(4): engine.step()
+        while engine.has_work:
+            if harsh is not None and len(engine.scheduler.running) > 1 and r.random() < 0.4: throw_out(engine.scheduler, r.choice(engine.scheduler.running), [])
+            engine.step()
+            engine.scheduler.check_integrity()
+        assert checked > 10
 
 
 def test_a_draft_model_in_step_with_its_target(tiny):
