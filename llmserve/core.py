@@ -191,6 +191,7 @@ def _check_config(self: EngineConfig):
     for name in ("max_model_len", "num_gpu_blocks_override"):
         if getattr(self, name) is not None: check_number(name, getattr(self, name), 1, integer=True)
     if self.kv_cache_memory is not None: self.kv_cache_memory = parse_bytes(self.kv_cache_memory)
+    if isinstance(self.swap_space, str) and self.swap_space.replace(".", "", 1).isdigit(): self.swap_space = float(self.swap_space)
     if self.swap_space is not None and not isinstance(self.swap_space, str): check_number("swap_space", self.swap_space, 0)
     if self.sleep_when_idle is not None: check_number("sleep_when_idle", self.sleep_when_idle, 0)
     check_number("sleep_level", self.sleep_level, 1, 2, integer=True)

@@ -8,6 +8,7 @@ __all__ = ['TREE_KEYS', 'METHODS', 'Drafted', 'Drafter', 'FeatureTap', 'NGramDra
 
 # %% ../nbs/32_draft.ipynb #7f45a937
 import heapq
+import weakref
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -57,10 +58,10 @@ class FeatureTap:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         norm = getattr(decoder, "norm", None)
         if norm is None or not hasattr(decoder, "layers"): raise ValueError(f"{type(model).__name__} has no `layers` and `norm` where heads can listen")
-        self.seen = {}
-        if layers is None: norm.register_forward_hook(lambda module, args, out: self.seen.__setitem__(0, out[0]))
-        else:
-            for i, layer in enumerate(layers): decoder.layers[layer].register_forward_pre_hook(lambda module, args, kwargs, i=i: self.seen.__setitem__(i, (args[0] if args else kwargs["hidden_states"])[0].clone()), with_kwargs=True)
+        seen = self.seen = {}
+        if layers is None: hooks = [norm.register_forward_hook(lambda module, args, out: seen.__setitem__(0, out[0]))]
+        else: hooks = [decoder.layers[layer].register_forward_pre_hook(lambda module, args, kwargs, i=i: seen.__setitem__(i, (args[0] if args else kwargs["hidden_states"])[0].clone()), with_kwargs=True) for i, layer in enumerate(layers)]
+        weakref.finalize(self, lambda: [h.remove() for h in hooks])
 
     def take(self) -> torch.Tensor:  # [tokens, hidden × layers]
         "The features of the last forward."
