@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['random_prompts', 'throughput', 'matmul_floor', 'floor_table', 'step_times', 'waste', 'memory', 'cascade', 'sharing',
-           'beams', 'pressure', 'perplexity', 'gpu_attention', 'attention', 'scheduler', 'show']
+           'beams', 'pressure', 'spec_prompts', 'spec', 'perplexity', 'gpu_attention', 'attention', 'scheduler', 'show']
 
 # %% ../nbs/50_bench.ipynb #9bec8d0f
 import json
@@ -249,6 +249,94 @@ def pressure(
         rows.append(dict(workload=name, pool=int(enough * share), preempted=preempted["recompute"], recompute_s=round(fixed[0], 2), swap_s=round(fixed[1], 2), auto_s=round(seconds["auto"], 2),
                          auto_to_better=round(seconds["auto"] / min(fixed), 3), auto_to_worse=round(seconds["auto"] / max(fixed), 3)))
     return rows
+
+# %% ../nbs/50_bench.ipynb #38f811ab
+def spec_prompts(
+    tokenizer,
+    folder: str = "data/prompts",
+    each: int = 12,  # of each kind, at most
+) -> list:  # (kind, token ids)
+    "The held-out prompts, in the model's chat template."
+    from pathlib import Path
+    out = []
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines()[:each]:
+            row = json.loads(line)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True)
+            out.append((row["kind"], tokenizer(text, add_special_tokens=False).input_ids))
+    if not out: raise ValueError(f"there are no prompts in {folder}")
+    return out
+
+def spec(
+    model: str = "smollm2-135m",
+    methods: dict | None = None,  # name → speculative_config; None: n-gram, suffix, and the heads that are in data/heads
+    batches: tuple = (1, 4, 16),
+    folder: str = "data/prompts",
+    each: int = 12,  # prompts of each kind
+    output_len: int = 48,
+    by_kind: bool = False,  # a line per kind of text
+    heads: str = "data/heads",
+    adaptive: bool = False,  # let the engine choose how much is drafted
+    **settings,
+) -> list:  # one dict per method and batch (and kind)
+    "Each method against plain decoding in the same run: share of drafts that were kept, tokens per step (with the bonus token), speed, memory."
+    from pathlib import Path
+    from llmserve.core import EngineConfig, SamplingParams
+    from llmserve.engine import Engine
+    from llmserve.models import load
+    from llmserve.runner import Runner
+    if methods is None:
+        methods = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=16)}
+        known = {"eagle3": {"eagle3 chain": dict(method="eagle3", num_speculative_tokens=5), "eagle3 tree": dict(method="eagle3", num_speculative_tokens=20, tree="dynamic")},
+                 "eagle1": {"eagle1 chain": dict(method="eagle", num_speculative_tokens=5), "eagle2 tree": dict(method="eagle", num_speculative_tokens=20, tree="dynamic")},
+                 "medusa": {"medusa tree": dict(method="medusa", num_speculative_tokens=20)}, "draft": {"draft model": dict(method="draft_model", num_speculative_tokens=4)}}
+        for name, some in known.items():
+            path = Path(heads) / f"{Path(model).name}-{name}"
+            if path.exists(): methods |= {k: v | dict(model=str(path)) for k, v in some.items()}
+    if adaptive: methods = {name: config | dict(adaptive=True) for name, config in methods.items()}
+    loaded = load(model, settings.pop("dtype", "auto"))
+    prompts, rows = spec_prompts(loaded.tokenizer, folder, each), []
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+
+    def make(config):
+        c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, **settings})
+        return Engine(c, Runner(c, loaded))
+
+    def run(engine, some):  # seconds of decoding steps, tokens, drafted, accepted, steps with a tree
+        engine.records.clear()
+        sequences = [engine.add(p, params).sequences[0] for _, p in some]
+        while engine.has_work: engine.step()
+        steps = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)]  # the others compute prompts
+        drafted = [d for r in engine.records for d in r.drafted]
+        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), sum(d[1] for d in drafted), sum(d[2] for d in drafted), len(drafted), [s.output_token_ids for s in sequences]
+
+    engines = {"plain": make(None)} | {name: make(config) for name, config in methods.items()}
+    for batch in batches:
+        totals = {}
+        for at in range(0, len(prompts), batch):
+            some = prompts[at:at + batch]
+            for name, engine in engines.items():
+                found = run(engine, some)
+                for kind in {some[0][0], "all"} if batch == 1 or len({k for k, _ in some}) == 1 else {"all"}:
+                    t = totals.setdefault((kind, name), [0.0, 0, 0, 0, 0])
+                    for i in range(5): t[i] += found[i]
+        for kind in sorted({k for k, _ in totals} if by_kind else {"all"}):
+            seconds, tokens, *_ = totals[kind, "plain"]
+            plain = tokens / seconds
+            for name in engines:
+                s, n, drafted, accepted, checks = totals[kind, name]
+                rows.append(dict(method=name, kind=kind, batch=batch, kept=round(accepted / max(drafted, 1), 3), tokens_per_check=round(1 + accepted / max(checks, 1), 2), tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2),
+                                 extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
+    return rows
+
+def _extra_bytes(engine) -> int:
+    "Memory of a drafter: weights that are its own, and its K and V."
+    drafter = engine.runner.drafter
+    drafter = getattr(drafter, "inner", drafter)
+    if drafter is None: return 0
+    model = getattr(drafter, "head", None) or getattr(drafter, "heads", None) or (drafter.loaded.model if hasattr(drafter, "loaded") else None)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) if model is not None else 0
+    return weights + (drafter.cache.num_bytes if hasattr(drafter, "cache") else 0)
 
 # %% ../nbs/50_bench.ipynb #c9f4060c
 def perplexity(

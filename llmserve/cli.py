@@ -78,12 +78,18 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True)
     throughput = bench.add_parser("throughput", help="offline tokens per second")
     for flag, default in (("--num-prompts", 32), ("--input-len", 64), ("--output-len", 64), ("--repeat", 3)): throughput.add_argument(flag, type=int, default=default, help=f"default: {default}")
+    spec = bench.add_parser("spec", help="each way of drafting against plain decoding")
+    spec.add_argument("--heads", default="data/heads", help="folder of trained heads; default: data/heads")
+    spec.add_argument("--by-kind", action="store_true", help="a line per kind of text")
+    spec.add_argument("--each", type=int, default=12, help="prompts of each kind; default: 12")
+    spec.add_argument("--adaptive", action="store_true", help="let the engine choose how much is drafted")
+    spec.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="default: 1 4 16")
     memory = bench.add_parser("memory", help="waste and padding with requests of mixed length")
     memory.add_argument("--num-prompts", type=int, default=64)
     for p in (throughput, memory): add_flags(p, EngineConfig, [n for n in ENGINE_FLAGS if n != "enable_prefix_caching"])
-    everything = [throughput, memory, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
+    everything = [throughput, memory, spec, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
     everything[-2].add_argument("--text", default="data/text/harbour.txt", help="file to read; default: data/text/harbour.txt")
-    for p in everything[-2:]: add_flags(p, EngineConfig, ["model", "dtype"])
+    for p in (spec, *everything[-2:]): add_flags(p, EngineConfig, ["model", "dtype"])
     for p in everything: p.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 
@@ -192,6 +198,7 @@ def run_bench(args) -> int:
     elif args.what == "scheduler": rows = bench.scheduler()
     elif args.what == "gpu": rows = bench.gpu_attention()
     elif args.what == "cascade": rows = bench.cascade()
+    elif args.what == "spec": rows = bench.spec(heads=args.heads, by_kind=args.by_kind, each=args.each, adaptive=args.adaptive, batches=tuple(args.batches), **settings)
     elif args.what == "pressure": rows = bench.pressure(**settings)
     elif args.what == "sharing": rows = bench.sharing(**settings)
     elif args.what == "beams": rows = bench.beams(quiet=args.json, **settings)

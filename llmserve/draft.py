@@ -47,6 +47,7 @@ class Drafter:
     def allocate(self, num_blocks: list, host_blocks: list): "Take memory, with the block ids of the engine's pools."
     def copy_blocks(self, group: int, pairs: list): "Follow the engine's copies."
     def resize(self, num_blocks: list): "Follow the engine's pools."
+    def observe(self, num_tokens: int, seconds: float): "Seconds of the target's forward in a step."
     def propose(self, news: list, batch: Batch) -> list: "A TokenTree or None for each `Drafted`, in order."
 
 class FeatureTap:
@@ -290,7 +291,8 @@ def check_speculative_config(config: dict) -> dict:  # with the method filled in
     method = config.setdefault("method", "draft_model" if config.get("model") else None)
     if method not in METHODS: raise ValueError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {method!r}")
     config = {k: v for k, v in config.items() if v is not None}
-    unknown = set(config) - {"method", *METHODS[method]}
+    unknown = set(config) - {"method", "adaptive", *METHODS[method]}
+    if not isinstance(config.get("adaptive", False), bool): raise ValueError(f"speculative_config: adaptive must be true or false, got {config['adaptive']!r}")
     if unknown: raise ValueError(f"speculative_config: {method} has no key {', '.join(sorted(unknown))}; known are {', '.join(METHODS[method])}")
     for key, high in (("num_speculative_tokens", MAX_NODES), ("prompt_lookup_max", 64), ("prompt_lookup_min", 64), ("suffix_decoding_max_tree_depth", 256)):
         if key in config: check_number(f"speculative_config: {key}", config[key], 1, high, integer=True)
@@ -315,6 +317,9 @@ def make_drafter(
 ) -> Drafter:
     "The drafter of a configuration. Raises `ValueError` for what cannot be."
     config = check_speculative_config(config)
+    if config.pop("adaptive", False):
+        from llmserve.adaptive import AdaptiveDrafter
+        return AdaptiveDrafter(make_drafter(config, runner))
     method = config.pop("method")
     if method == "ngram": return NGramDrafter(**config)
     if method == "suffix": return SuffixDrafter(**config)

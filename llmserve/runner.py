@@ -139,6 +139,7 @@ Runner.forward = forward
 # %% ../nbs/21_runner.ipynb #3383e9ed
 def execute(self: Runner, step: Step) -> StepResult:
     "Carry out a step: copies, forward, sampling or verification, and drafts for the next step."
+    began = time.perf_counter()
     self.copy(step.copies)
     places = self._order(step)  # place in the batch → place in the step
     sequences, counts, draws = ([values[i] for i in places] for values in (step.sequences, step.num_tokens, step.samples))
@@ -175,7 +176,9 @@ def execute(self: Runner, step: Step) -> StepResult:
     for (i, _, at), row in zip(prompt_rows, logits[num_rows:]):
         seq = sequences[i]
         result.prompt_logprobs.setdefault(places[i], []).append((at, best_logprobs(row, seq.tokens[at], seq.request.params.prompt_logprobs)))
-    if self.drafter is not None: self._draft(step, sequences, places, batch, trees, paths, result)
+    if self.drafter is not None:
+        self.drafter.observe(batch.num_tokens, time.perf_counter() - began)
+        self._draft(step, sequences, places, batch, trees, paths, result)
     return result
 
 def _pack(self: Runner, sequences: list, counts: list, contexts: list, trees: list) -> Batch:

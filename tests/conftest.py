@@ -1,5 +1,6 @@
 "Shared by all tests: tiny random models, real models once per session, and engines that run to the end."
 import functools
+import itertools
 import os
 
 import pytest
@@ -53,6 +54,17 @@ def tiny(tmp_path_factory):
         return folder
 
     return make
+
+
+def matrix(*lists, keep=3):
+    "All combinations as pytest parameters; every `keep`-th runs in CI (each value of each list among them), the others are slow."
+    combinations = list(itertools.product(*lists))
+    chosen, missing = set(range(0, len(combinations), keep)), []
+    for i, values in enumerate(lists):
+        for value in values:
+            if not any(combinations[k][i] is value for k in chosen): missing.append(next(k for k, c in enumerate(combinations) if c[i] is value))
+    chosen |= set(missing)
+    return [pytest.param(*c, marks=[] if k in chosen else [pytest.mark.slow], id="-".join(map(str, c))) for k, c in enumerate(combinations)]
 
 
 @functools.lru_cache(None)

@@ -4,7 +4,7 @@ import functools
 import random
 
 import pytest
-from conftest import make_engine
+from conftest import make_engine, matrix
 
 from llmserve.core import InvalidRequest, SamplingParams
 from llmserve.fork import watch_blocks
@@ -136,8 +136,7 @@ def ours(rules):
     return rules
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mixtral"])
-@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("name, width", matrix(["llama", "gemma2", "gemma3", "mixtral"], [2, 4, 7], keep=4))
 def test_beams_equal_transformers(name, width, tiny):
     "Tokens and ranks of all beams, for each rule; with many end tokens, so that beams end."
     engine, model = make_engine(tiny(name), max_model_len=256), hf_model(tiny(name))

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from conftest import make_engine
+from conftest import make_engine, matrix
 from test_fork import beams_of, finish, prompt_of
 
 from llmserve.core import EngineConfig, InvalidRequest, SamplingParams, Status
@@ -35,9 +35,7 @@ def expected(folder, **settings):
     return out
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("settings", [dict(), dict(enable_prefix_caching=False), dict(max_num_batched_tokens=11), dict(offload_prefixes=True), dict(kv_cache_dtype="int8")], ids=str)
+@pytest.mark.parametrize("name, mode, settings", matrix(["llama", "gemma3"], ["recompute", "swap", "auto"], [dict(), dict(enable_prefix_caching=False), dict(max_num_batched_tokens=11), dict(offload_prefixes=True), dict(kv_cache_dtype="int8")], keep=4))
 def test_preempted_at_most_steps(name, mode, settings, tiny):
     wanted = expected(tiny(name), **{k: v for k, v in settings.items() if k == "kv_cache_dtype"})
     engine, r, thrown = make_engine(tiny(name), max_model_len=128, num_gpu_blocks_override=40, preemption_mode=mode, **settings), random.Random(1), []
@@ -96,8 +94,7 @@ def test_abort_returns_every_block(state, tiny):
     assert not engine.requests
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name, seed", matrix(["llama", "gemma3"], list(range(4)), keep=3))
 def test_compact_and_resize_at_random_steps(name, seed, tiny):
     wanted = expected(tiny(name))
     engine, r = make_engine(tiny(name), max_model_len=128, num_gpu_blocks_override=60, preemption_mode=r_mode(seed)), random.Random(seed)
