@@ -71,67 +71,64 @@ def choose_depths(
     return depths, tokens / (seconds + drafting)
 
 # %% ../nbs/36_adaptive.ipynb #8f5f6838
+@dataclass(slots=True)
+class _Record:
+    "What is known of one sequence."
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    pause: int = 2  # steps to be left out when drafting does not pay; doubles
+    left: int = 0  # of a pause
+    probe: bool = False  # after a pause, one level is checked to learn whether things have changed
+
 class AdaptiveDrafter(Drafter):
     "Lets another drafter propose as much as pays."
     def __init__(self, inner: Drafter):
-        self.inner, self.cost, self.everyone = inner, StepCost(), Acceptance()
+        self.inner, self.cost, self.everyone, self.each = inner, StepCost(), Acceptance(), {}
         self.lookahead, self.block_bytes, self.typical = inner.lookahead, inner.block_bytes, inner.typical
-        self.each, self.seconds = {}, StepCost()  # id of a sequence → [Acceptance, pause, steps until it is asked again]; cost of drafting by sequences asked
 
     def attach(self, runner): self.inner.attach(runner)
     def allocate(self, num_blocks, host_blocks): self.inner.allocate(num_blocks, host_blocks)
     def copy_blocks(self, group, pairs): self.inner.copy_blocks(group, pairs)
     def resize(self, num_blocks): self.inner.resize(num_blocks)
-
-    def observe(self, num_tokens: int, seconds: float):
-        "A step of the target took so long, without drafting."
-        self.cost.observe(num_tokens, seconds)
+    def observe(self, num_tokens: int, seconds: float): self.cost.observe(num_tokens, seconds)
 
     def propose(self, news: list, batch: Batch) -> list:
-        for n in news:
-            key = id(n.seq)
-            if n.tree is not None:
-                mine = self.each.setdefault(key, [Acceptance(), 2, 0])
-                depth = max(n.tree.depths())
-                mine[0].update(len(n.path), depth, lambda d: self.everyone(d, 0.5))
-                self.everyone.update(len(n.path), depth, lambda d: 0.5, 0.02)
-            if n.tokens and not n.wants_drafts: self.each.pop(key, None)
-        fit, asking = self.cost.fit(), [i for i, n in enumerate(news) if n.wants_drafts]
-        for i in asking:
-            mine = self.each.setdefault(id(news[i].seq), [Acceptance(), 2, 0])
-            mine[2] = max(mine[2] - 1, 0)
-        silent = {i for i in asking if self.each[id(news[i].seq)][2] > 0}
-        start, out = time.perf_counter(), self._inner(news, batch, silent)
-        took = time.perf_counter() - start
-        found = [i for i in asking if out[i]]
+        records = {i: self._learn(n) for i, n in enumerate(news) if n.wants_drafts}
+        silent = {i for i, r in records.items() if r.left > 0}
+        for i in silent: records[i].left -= 1
+        start = time.perf_counter()
+        out = self.inner.propose([_Silent(n.seq, n.tokens, n.place, n.tree, n.path) if i in silent else n for i, n in enumerate(news)], batch)
+        took, fit, found = time.perf_counter() - start, self.cost.fit(), [i for i, tree in enumerate(out) if tree]
         if not found or fit is None: return out
-        levels = []
-        for i in found:
-            mine, rows, chance, some = self.each[id(news[i].seq)][0], {}, 1.0, []
-            for d in out[i].depths(): rows[d] = rows.get(d, 0) + 1
-            for d in sorted(rows):
-                chance *= mine(d - 1, self.everyone(d - 1, 0.5))
-                some.append((chance, rows[d]))
-            levels.append(some)
-        depths, _ = choose_depths(levels, len(news), *fit, took)
+        depths, _ = choose_depths([self._levels(out[i], records[i].acceptance) for i in found], len(news), *fit, took)
         for i, depth in zip(found, depths):
-            mine = self.each[id(news[i].seq)]
-            if depth: mine[1], out[i] = 2, out[i].cut(len(out[i]), depth)
-            else:  # not now; ask again later, and check one level then to learn
-                mine[1], mine[2], out[i] = min(mine[1] * 2, 64), mine[1], None
+            r = records[i]
+            if depth: r.pause, r.probe = 2, False
+            elif r.probe: depth, r.probe = 1, False
+            else: r.left, r.pause, r.probe = r.pause, min(r.pause * 2, 64), True
+            out[i] = out[i].cut(len(out[i]), depth) if depth else None
         return out
 
-    def _inner(self, news: list, batch: Batch, silent: set) -> list:
-        if not silent: return self.inner.propose(news, batch)
-        return self.inner.propose([_Silent.of(n) if i in silent else n for i, n in enumerate(news)], batch)
+    def _learn(self, n) -> _Record:
+        "Take in what became of a tree."
+        if len(self.each) > 4096: self.each.clear()  # of sequences long gone
+        r = self.each.setdefault(id(n.seq), _Record())
+        if n.tree is not None:
+            depth = max(n.tree.depths())
+            r.acceptance.update(len(n.path), depth, lambda d: self.everyone(d, 0.5))
+            self.everyone.update(len(n.path), depth, lambda d: 0.5, 0.02)
+        return r
 
+    def _levels(self, tree, acceptance: Acceptance) -> list:
+        "For `choose_depths`."
+        rows, chance, out = {}, 1.0, []
+        for d in tree.depths(): rows[d] = rows.get(d, 0) + 1
+        for d in sorted(rows):
+            chance *= acceptance(d - 1, self.everyone(d - 1, 0.5))
+            out.append((chance, rows[d]))
+        return out
+
+@dataclass(slots=True)
 class _Silent:
     "A `Drafted` whose drafter takes in what is new and proposes nothing."
-    __slots__ = ("seq", "tokens", "place", "tree", "path")
+    seq: object; tokens: list; place: int; tree: object; path: list
     wants_drafts = False
-
-    @classmethod
-    def of(cls, n):
-        self = cls()
-        self.seq, self.tokens, self.place, self.tree, self.path = n.seq, n.tokens, n.place, n.tree, n.path
-        return self

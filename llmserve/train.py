@@ -35,7 +35,7 @@ def write_lessons(
     end = tok(rest, add_special_tokens=False).input_ids[0]
     opening = tok(opening, add_special_tokens=False).input_ids
     bridge = tok(rest, add_special_tokens=False).input_ids
-    draw = [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=96, seed=seed * 1_000_003 + i, stop_token_ids=[end], detokenize=False) for i in range(num)]
+    draw = [SamplingParams(temperature=1.0, min_p=0.02, max_tokens=96, seed=seed * 1_000_003 + i, stop_token_ids=[end], detokenize=False) for i in range(num)]
     asked = llm.generate([opening] * num, draw, use_tqdm=False)
     prompts = [opening + [t for t in o.outputs[0].token_ids if t != end] + bridge for o in asked if 4 <= len(o.outputs[0].token_ids) < 96]
     progress(num, 2 * num)
