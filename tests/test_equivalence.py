@@ -67,13 +67,14 @@ def preempt_often(engine):
 
     def harsh():
         thrown = type("Thrown", (), dict(preempted=[]))()
-        if len(scheduler.running) > 1 and r.random() < 0.9: scheduler._preempt(r.choice(scheduler.running), 0, thrown)
+        if len(scheduler.running) > 1 and r.random() < 0.9:
+            victim = r.choice(scheduler.running)
+            scheduler.running.remove(victim)
+            scheduler._preempt(victim, thrown)
         order = schedule()
         order.preempted.extend(thrown.preempted)
         return order
 
-    original = scheduler._preempt
-    scheduler._preempt = lambda seq, place, step: original(seq, scheduler.running.index(seq), step)
     scheduler.schedule = harsh
 
 
