@@ -11,6 +11,7 @@ __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_me
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -346,5 +347,9 @@ def load_tokenizer(folder, trust_remote_code: bool = False):
     import transformers
     path = Path(folder)
     if path.is_dir() and not any((path / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")): return None
+    log = logging.getLogger("huggingface_hub")  # its retries without a network are not for the user's eyes; the error is
+    level = log.level
+    log.setLevel(logging.ERROR)
     try: return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as e: raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {type(e).__name__}: {e}") from e
+    finally: log.setLevel(level)
