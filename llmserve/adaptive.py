@@ -7,10 +7,11 @@ __all__ = ['expected_tokens', 'gain', 'StepCost', 'Acceptance', 'choose_depths',
 
 # %% ../nbs/36_adaptive.ipynb #323ac46a
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .draft import Drafter
 from .kvcache import Batch
+from .scheduler import StepTimes
 
 # %% ../nbs/36_adaptive.ipynb #22565c74
 def expected_tokens(alpha: float, k: int) -> float:
@@ -22,18 +23,15 @@ def gain(alpha: float, k: int, draft_cost: float, row_cost: float = 0.0) -> floa
     return expected_tokens(alpha, k) / (1 + k * (draft_cost + row_cost))
 
 # %% ../nbs/36_adaptive.ipynb #2f025d0e
-class StepCost:
+class StepCost(StepTimes):
     "Seconds of a step as a + b × tokens, fitted to steps as they pass."
-    def __init__(self, decay: float = 0.99): self.decay, self.sums = decay, [0.0] * 5
-
-    def observe(self, num_tokens: int, seconds: float):
-        self.sums = [s * self.decay + x for s, x in zip(self.sums, (1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds))]
+    def __init__(self, decay: float = 0.99): super().__init__(decay)
 
     def fit(self) -> tuple | None:  # a, b; None: not enough seen
-        n, x, y, xx, xy = self.sums
+        n, x, y, *_ = self.sums
         if n < 2: return None
-        spread = n * xx - x * x
-        b = max((n * xy - x * y) / spread, 0.0) if spread > 1e-3 * n * n else y / n * 0.03  # all steps had one size: a row is a few percent of a step on most machines
+        slope = self.slope(1e-3 * n * n)
+        b = y / n * 0.03 if slope is None else max(slope, 0.0)  # all steps had one size: a row is a few percent of a step on most machines
         return max(y / n - b * x / n, 0.1 * y / n), b
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class AdaptiveDrafter(Drafter):
         silent = {i for i, r in records.items() if r.left > 0}
         for i in silent: records[i].left -= 1
         start = time.perf_counter()
-        out = self.inner.propose([_Silent(n.seq, n.tokens, n.place, n.tree, n.path) if i in silent else n for i, n in enumerate(news)], batch)
+        out = self.inner.propose([replace(n, silent=True) if i in silent else n for i, n in enumerate(news)], batch)
         took, fit, found = time.perf_counter() - start, self.cost.fit(), [i for i, tree in enumerate(out) if tree]
         if not found or fit is None: return out
         depths, _ = choose_depths([self._levels(out[i], records[i].acceptance) for i in found], len(news), *fit, took)
@@ -126,9 +124,3 @@ class AdaptiveDrafter(Drafter):
             chance *= acceptance(d - 1, self.everyone(d - 1, 0.5))
             out.append((chance, rows[d]))
         return out
-
-@dataclass(slots=True)
-class _Silent:
-    "A `Drafted` whose drafter takes in what is new and proposes nothing."
-    seq: object; tokens: list; place: int; tree: object; path: list
-    wants_drafts = False

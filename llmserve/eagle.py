@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .draft import Drafter, FeatureTap, full_group
+from .draft import Drafter, FeatureTap, decoder_of, full_group
 from .kvcache import Batch, KVCache, kv_format, pack
 from .medusa import DEFAULT_ACCURACY, best_paths, output_rows, read_config, read_weights
 from .tree import MAX_NODES, StaticTree, TokenTree, keep_best
@@ -158,8 +158,7 @@ class EagleDrafter(Drafter):
 
     def attach(self, runner):
         self.tap = FeatureTap(runner.model, list(self.head.config.layers) if self.head.config.version == 3 else None)
-        decoder = runner.model.get_decoder() if hasattr(runner.model, "get_decoder") else runner.model.model
-        self.embed, self.rotary = runner.model.get_input_embeddings(), decoder.rotary_emb
+        self.embed, self.rotary = runner.model.get_input_embeddings(), decoder_of(runner.model).rotary_emb
 
     def allocate(self, num_blocks: list, host_blocks: list):
         self.cache = KVCache(self.spec, [num_blocks[self.group]], self.runner.config.block_size, self.format, self.runner.device)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['root_hash', 'block_hash', 'extend_hashes', 'PrefixCache', 'blocks_per_sequence', 'BlockManager', 'grow', 'release',
            'trim', 'fork', 'lookup', 'take', 'commit', 'reset_prefix_cache', 'check_integrity', 'swap_out',
-           'blocks_to_swap_in', 'swap_in', 'compact']
+           'blocks_to_swap_in', 'swap_in', 'take_copies', 'compact']
 
 # %% ../nbs/04_prefix.ipynb #b8020642
 from array import array
@@ -289,6 +289,11 @@ def swap_in(self: BlockManager, sequences: list):
 BlockManager.swap_out, BlockManager.blocks_to_swap_in, BlockManager.swap_in = swap_out, blocks_to_swap_in, swap_in
 
 # %% ../nbs/04_prefix.ipynb #964ec9d5
+def take_copies(self: BlockManager) -> list:  # per group, (from, to)
+    "What has to be copied by now; whoever takes it must carry it out."
+    copies, self.copies = self.copies, [[] for _ in self.pools]
+    return copies
+
 def compact(self: BlockManager, sequences: list) -> int:  # owned blocks that are still behind the end of a pool
     "Move owned blocks from behind the end of each pool into free places, as far as there are any."
     left = 0
@@ -309,4 +314,4 @@ def compact(self: BlockManager, sequences: list) -> int:  # owned blocks that ar
             for s in sequences: s.tables[g] = array("i", [moved.get(b, b) for b in s.tables[g]])
     return left
 
-BlockManager.compact = compact
+BlockManager.take_copies, BlockManager.compact = take_copies, compact

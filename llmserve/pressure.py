@@ -81,8 +81,7 @@ def settle(engine: Engine) -> bool:  # whether nothing is behind the end of a po
     blocks, scheduler = engine.blocks, engine.scheduler
     if engine.shrinking:
         left = blocks.compact(scheduler.running)
-        engine.runner.copy(blocks.copies)
-        blocks.copies = [[] for _ in blocks.pools]
+        engine.runner.copy(blocks.take_copies())
         if left: return False
         engine.shrinking = False
         engine.runner.resize(blocks.num_blocks)
@@ -91,12 +90,12 @@ def settle(engine: Engine) -> bool:  # whether nothing is behind the end of a po
 
 def compact(engine: Engine) -> int:  # blocks that were moved
     "Move blocks in use to the front of each pool, and leave its size as it is."
-    before, sizes = [list(t) for s in engine.scheduler.running for t in s.tables], engine.blocks.num_blocks
+    sizes = engine.blocks.num_blocks
     for pool in engine.blocks.pools: pool.resize(max(pool.num_used, 1))
     engine.blocks.compact(engine.scheduler.running)
-    moved = sum(to >= 0 for pairs in engine.blocks.copies for _, to in pairs)
-    engine.runner.copy(engine.blocks.copies)
-    engine.blocks.copies = [[] for _ in engine.blocks.pools]
+    copies = engine.blocks.take_copies()
+    moved = sum(to >= 0 for pairs in copies for _, to in pairs)
+    engine.runner.copy(copies)
     for pool, n in zip(engine.blocks.pools, sizes): pool.resize(n)
     return moved
 

@@ -26,7 +26,6 @@ def write_lessons(
     num: int,  # conversations
     answer_len: int = 256,  # tokens of an answer at most
     seed: int = 0,
-    progress=lambda done, of: None,
 ) -> list:  # {"tokens": ids of the whole conversation, "start": where the answer begins}
     "Conversations that the model invents: prompts drawn from the template's opening, answers half greedy and half drawn."
     tok, mark = llm.tokenizer, "\x00"
@@ -37,10 +36,8 @@ def write_lessons(
     draw = [SamplingParams(temperature=1.0, min_p=0.02, max_tokens=96, seed=seed * 1_000_003 + i, stop_token_ids=[end], detokenize=False) for i in range(num)]
     asked = llm.generate([opening] * num, draw, use_tqdm=False)
     prompts = [opening + [t for t in o.outputs[0].token_ids if t != end] + bridge for o in asked if 4 <= len(o.outputs[0].token_ids) < 96]
-    progress(num, 2 * num)
     params = [SamplingParams(temperature=0.0 if i % 2 == 0 else 0.7, max_tokens=answer_len, seed=i, detokenize=False) for i in range(len(prompts))]
     answers = llm.generate(prompts, params, use_tqdm=False)
-    progress(2 * num, 2 * num)
     return [dict(tokens=p + o.outputs[0].token_ids, start=len(p)) for p, o in zip(prompts, answers) if len(o.outputs[0].token_ids) >= 8]
 
 def frequent_tokens(lessons: list, num: int, vocab_size: int) -> torch.Tensor:  # [num] sorted ids
@@ -76,7 +73,7 @@ class Teacher:
     def __call__(self, indices: list) -> Taught:
         parts = [self.look(i) for i in indices]
         n = max(len(p[0]) for p in parts)
-        pad = lambda x, fill=0: torch.cat([x, x.new_full((n - len(x), *x.shape[1:]), fill)])
+        pad = lambda x: torch.cat([x, x.new_zeros(n - len(x), *x.shape[1:])])
         ids = torch.stack([pad(torch.tensor(self.lessons[i]["tokens"][:self.most])) for i in indices])
         says = torch.zeros(len(indices), n, dtype=torch.bool)
         for row, i in zip(says, indices): row[self.lessons[i]["start"] - 1:min(len(self.lessons[i]["tokens"]), self.most) - 1] = True
