@@ -270,3 +270,14 @@ def test_what_cannot_draft(tiny):
     for name, config, words in [("llama", dict(method="guess"), "method must be one of"), ("llama", dict(method="ngram", num_speculative_tokens=0), r"num_speculative_tokens must be an integer in \[1, 63\], got 0"), ("llama", dict(method="ngram", tokens=3), "ngram has no key tokens"),
                                 ("mistral", dict(method="draft_model", model=str(tiny("mistral"))), "no layer that sees the whole sequence")]:
         with pytest.raises(ValueError, match=words): make_engine(tiny(name), max_model_len=128, speculative_config=config)
+
+
+def test_suffixes_remember_answers_once_and_at_their_end(tiny):
+    "A sequence that adaptive drafting leaves out for a while has not ended."
+    from llmserve.draft import Drafted, SuffixDrafter
+    drafter, seq = SuffixDrafter(8), make_engine(tiny("llama"), max_model_len=64).add(prompt_of(5), GREEDY).sequences[0]
+    going = Drafted(seq, [7], 0, None, [])
+    assert going.wants_drafts and drafter.propose([dataclasses.replace(going, silent=True)]) == [None]
+    assert drafter.num_cached == 0
+    seq.max_len = 6
+    assert drafter.propose([going]) == [None] and drafter.num_cached == 1
