@@ -152,7 +152,8 @@ def tile_for(
     rows = max(least, min(triton.next_power_of_2(queries * heads_per_kv), most))
     tokens = 32 if wide or kind or special else 64
     if rows == 16:
-        if special and (kind == 4 or (kind and head_dim <= 64)): return Tile(16, tokens, 8, 2)  # with four warps some of these spill
+        if special and kind == 4: return Tile(16, tokens, 8, 2)  # with four warps some of these spill
+        if special and kind: return Tile(16, 16, 4, 2)  # with 32 tokens some do
         return Tile(16, tokens, 4, 2 if wide or (special and not kind) else 3)
     return Tile(rows, 16 if head_dim > 128 and itemsize == 4 else tokens, 4 if rows <= 64 and not (special and kind == 4) else 8, 3 if 0 < kind < 4 and not (wide or special) else 2)
 
