@@ -128,7 +128,7 @@ def take(self: Collector, update: SequenceUpdate) -> Delta | None:  # None once 
         if finder.found:
             out.finish_reason, out.stop_reason = "stop", finder.found
             break
-    if seq.search and seq.search.finished and seq.finish_reason != "abort": out.cumulative_logprob = seq.search.finished[seq.index].score
+    if update.score is not None: out.cumulative_logprob = update.score
     if not out.finish_reason and seq.finish_reason:
         out.finish_reason, out.stop_reason = seq.finish_reason, seq.stop_reason
         if decoder: text += finder.push(decoder.flush(), check=True) + finder.flush()

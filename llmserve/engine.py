@@ -71,8 +71,14 @@ def add(self: Engine,
     if request_id in self.requests: raise InvalidRequest(f"a request with id {request_id!r} is running already")
     seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + self._num_added * 7_919) % 2**62
     request = Request(request_id, [int(t) for t in ids], params, prompt, priority, cache_salt, self.spec.eos_token_ids, seed)
+    structure = None
+    if params.structured_outputs:
+        from llmserve.structured import Structure, tokens_of
+        structure = Structure(tokens_of(self.runner.loaded, vocab), params.structured_outputs)
     with self._lock:
         self.scheduler.add(request)
+        if structure:
+            for seq in request.sequences: seq.structure = structure.copy()
         if self.sleeping: self.wake_up()
         self._num_added += 1
         self.requests[request_id] = request

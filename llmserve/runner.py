@@ -213,6 +213,7 @@ def _draft(self: Runner, step: Step, sequences: list, places, batch: Batch, tree
     from llmserve.draft import Drafted
     news = [Drafted(seq, result.tokens[places[i]], i, trees[i], paths.get(i, [])) for i, seq in enumerate(sequences)]
     for i, tree in enumerate(self.drafter.propose(news, batch)):
+        if tree and sequences[i].structure: tree = sequences[i].structure.prune(tree, sequences[i].output_token_ids + result.tokens[places[i]])
         if tree: result.drafts[places[i]] = tree
 
 def argmax(self: Runner, logits): return self._faster["argmax"](logits) if self._faster else logits.argmax(-1)
@@ -264,7 +265,7 @@ def release_memory():
 
 def sampling_row(seq) -> SamplingRow:
     "What the sampler needs to know about a sequence."
-    return SamplingRow(seq.request.params, seq.seed, seq.tokens, seq.num_prompt_tokens, seq.end_tokens)
+    return SamplingRow(seq.request.params, seq.seed, seq.tokens, seq.num_prompt_tokens, seq.end_tokens, seq.structure)
 
 def _order(self: Runner, step: Step) -> list:
     "The order of the batch: as scheduled, unless sequences that share a prefix would then stand apart."

@@ -43,6 +43,7 @@ class SamplingRow:
     tokens: list = field(default_factory=list)  # prompt and output so far
     num_prompt_tokens: int = 0
     end_tokens: frozenset = frozenset()  # not allowed before min_tokens
+    structure: object = None  # with a method `mask(output)`: which tokens may come next
 
     @property
     def position(self) -> int: return len(self.tokens)  # index of the token to draw
@@ -50,7 +51,7 @@ class SamplingRow:
     @property
     def plain(self) -> bool:  # nothing to do before the argmax
         p = self.params
-        return (p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and not p.logit_bias
+        return (self.structure is None and p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and not p.logit_bias
                 and len(self.tokens) - self.num_prompt_tokens >= p.min_tokens)
 
 # %% ../nbs/02_sampling.ipynb #be3ae9b1
@@ -63,8 +64,10 @@ def penalize(
         if row.plain: continue
         p, line = row.params, logits[i]
         output = row.tokens[row.num_prompt_tokens:]
+        if row.structure is not None: line.masked_fill_(~row.structure.mask(output).to(line.device), -torch.inf)
         if len(output) < p.min_tokens and row.end_tokens:
-            line[torch.tensor(sorted(row.end_tokens), device=line.device)] = -torch.inf
+            ends = torch.tensor(sorted(row.end_tokens), device=line.device)
+            if row.structure is None or (line > -torch.inf).sum() > (line[ends] > -torch.inf).sum(): line[ends] = -torch.inf  # a form that is complete ends all the same
         if p.logit_bias:
             line[torch.tensor(list(p.logit_bias), device=line.device)] += torch.tensor(list(p.logit_bias.values()), dtype=line.dtype, device=line.device)
         if p.repetition_penalty != 1:

@@ -86,6 +86,7 @@ class SequenceUpdate:
     new_tokens: list
     logprobs: list | None = None
     prompt_logprobs: list | None = None
+    score: float | None = None  # log-probability of a beam's whole answer
 
 # %% ../nbs/20_scheduler.ipynb #07b6c24f
 class WaitingQueue:
@@ -421,7 +422,7 @@ def _advance(self: Scheduler, search: BeamSearch, offers: dict, updates: list, n
         for seq, found in zip(answers, search.finished):
             seq.tokens[seq.num_prompt_tokens:], seq.last_token_time = found.tokens, now
             self._end(seq, "length" if found.token is None else "stop", found.token if found.token in seq.request.params.stop_token_ids else None)
-            if seq.index < seq.request.params.n: updates.append(SequenceUpdate(seq, found.tokens))
+            if seq.index < seq.request.params.n: updates.append(SequenceUpdate(seq, found.tokens, score=found.score))
         return
     heirs = {b for b, _ in chosen}
     free = beams[0].unborn + [beam for b, beam in enumerate(beams) if b not in heirs]

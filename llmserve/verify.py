@@ -50,7 +50,7 @@ def verify(
     return list(zip(paths, tokens, logprobs))
 
 def _after(row: SamplingRow, tokens: list) -> SamplingRow:
-    return SamplingRow(row.params, row.seed, row.tokens + tokens, row.num_prompt_tokens, row.end_tokens) if tokens else row
+    return SamplingRow(row.params, row.seed, row.tokens + tokens, row.num_prompt_tokens, row.end_tokens, row.structure) if tokens else row
 
 def _drafted(tree: TokenTree, path: list):  # (token, q) of the next node of a chain that was drawn, or None
     node = len(path)
