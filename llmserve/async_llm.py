@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'To', 'From', 'Add', 'Stop', 'Call', 'Bit', 'Stats', 'News', 'Refused', 'Answer', 'Ready', 'EngineLoop',
            'run_engine', 'EngineDead', 'QueueFull', 'AsyncLLM', 'longest_token', 'encode', 'tokenize', 'stream',
-           'submit', 'follow', 'generate', 'abort', 'call', 'shutdown', 'sleep', 'wake_up', 'is_sleeping',
+           'submit', 'follow', 'generate', 'abort', 'restart', 'call', 'shutdown', 'sleep', 'wake_up', 'is_sleeping',
            'reset_prefix_cache']
 
 # %% ../nbs/38_async_llm.ipynb #61408135
@@ -275,7 +275,7 @@ class AsyncLLM:
         self.settings, self.config = dict(model=model, **settings), EngineConfig(model=model, **settings)
         self.max_num_queued_reqs, self.start_timeout = max_num_queued_reqs, start_timeout
         self.process = self.ready = self.tokenizer = self.dead = None
-        self.open, self.calls, self.stats, self.listeners = {}, {}, Stats(), []  # listeners: called with (News, open requests) before it is handed out
+        self.open, self.calls, self.stats, self.listeners, self.on_close, self.on_death = {}, {}, Stats(), [], [], []  # called with (News, open requests) before it is handed out; with a request that ended; when the engine died
         self._numbers, self._tasks, self._num_queued = itertools.count(), [], 0
 
     @classmethod
@@ -326,7 +326,9 @@ class AsyncLLM:
         try: await gone.wait()
         finally: self._loop.remove_reader(process.sentinel)
         process.join()
-        if self._tasks: self._fail(EngineDead(f"the engine's process ended (exit code {process.exitcode})"))
+        if self._tasks:
+            self._fail(EngineDead(f"the engine's process ended (exit code {process.exitcode})"))
+            for f in self.on_death: f()
 
     def _fail(self, error):
         self.dead = error
@@ -464,6 +466,7 @@ async def follow(self: AsyncLLM, some: _Open) -> AsyncIterator[Delta]:
 def _close(self: AsyncLLM, some: _Open):
     if self.open.pop(some.request.id, None) is None: return
     if not some.started: self._num_queued -= 1
+    for f in self.on_close: f(some)
     if not some.collector.finished and some.error is None and not self.dead: self._send(Stop(some.request.id))
 
 async def generate(self: AsyncLLM,
@@ -491,6 +494,13 @@ async def abort(self: AsyncLLM, request_id: str) -> bool:  # whether there was s
             some.put(Delta(request_id, out.index, "", [], finish_reason="abort"))
     return True
 
+async def restart(self: AsyncLLM):
+    "A new engine in place of one that died."
+    for task in self._tasks: task.cancel()
+    self._tasks = []
+    self.context.destroy(linger=0)
+    await self.start()
+
 async def call(self: AsyncLLM, method: str, **arguments):
     "Call a method of the engine between two steps. Raises `ValueError` with the engine's words."
     if self.dead or self.process is None: raise self.dead or EngineDead("the engine was not started")
@@ -510,7 +520,7 @@ def shutdown(self: AsyncLLM, timeout: float = 5.0):
     self._fail(EngineDead("the engine was shut down"))
     self.process = None
 
-for _f in (encode, tokenize, stream, submit, follow, _close, generate, abort, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
+for _f in (encode, tokenize, stream, submit, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
 
 async def sleep(self: AsyncLLM, level: int = 1): await self.call("sleep", level=level)
 async def wake_up(self: AsyncLLM): await self.call("wake_up")

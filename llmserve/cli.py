@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENGINE_FLAGS', 'SAMPLING_FLAGS', 'DEMO', 'json_object', 'add_flags', 'chosen', 'make_parser', 'run_generate',
-           'run_chat', 'run_models', 'run_demo', 'run_train', 'run_bench', 'main']
+           'run_chat', 'run_serve', 'run_models', 'run_demo', 'run_train', 'run_bench', 'main']
 
 # %% ../nbs/60_cli.ipynb #a3c03ed3
 import argparse
@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from .core import EngineConfig, SamplingParams
+from .core import EngineConfig, SamplingParams, ServerConfig
 
 # %% ../nbs/60_cli.ipynb #cfddd182
 def json_object(text: str) -> dict:
@@ -73,6 +73,10 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--out", help="folder; default: data/heads/MODEL-METHOD")
     train.add_argument("--lessons", help="file of lessons, written if it is not there")
     train.add_argument("--num-lessons", type=int, default=2000, help="conversations to write; default: 2000")
+    serve = commands.add_parser("serve", help="OpenAI endpoints over HTTP")
+    serve.add_argument("model_name", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or Hugging Face id; default: smollm2-135m")
+    add_flags(serve, ServerConfig, list(ServerConfig.__dataclass_fields__))
+    add_flags(serve, EngineConfig, ENGINE_FLAGS)
     commands.add_parser("models", help="models that come by name, and what is in the cache")
 
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True)
@@ -127,6 +131,13 @@ def run_chat(args) -> int:
         except ValueError as e: print(f"error: {e}", file=sys.stderr); messages.pop(); continue
         print()
         messages.append({"role": "assistant", "content": answer})
+
+def run_serve(args) -> int:
+    import asyncio
+    from llmserve.server import serve
+    settings = chosen(args, ENGINE_FLAGS)
+    if args.model_name: settings["model"] = args.model_name
+    return asyncio.run(serve(ServerConfig(**chosen(args, list(ServerConfig.__dataclass_fields__))), settings))
 
 def run_models(args) -> int:
     from llmserve.models import ALIASES, cache_dir
@@ -210,7 +221,7 @@ def run_bench(args) -> int:
 def main(argv: list | None = None) -> int:
     "Entry point of the `llmserve` command: 0 on success, 1 with one line on standard error for bad input; flags that cannot be read end with 2, as argparse has it."
     args = make_parser().parse_args(argv)
-    run = dict(generate=run_generate, chat=run_chat, models=run_models, demo=run_demo, bench=run_bench, **{"train-head": run_train})[args.command]
+    run = dict(serve=run_serve, generate=run_generate, chat=run_chat, models=run_models, demo=run_demo, bench=run_bench, **{"train-head": run_train})[args.command]
     try: return run(args)
     except ValueError as e:
         print("llmserve:", " ".join(str(e).split()), file=sys.stderr)

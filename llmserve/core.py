@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['InvalidRequest', 'InvalidModel', 'OutOfMemory', 'check_number', 'as_list', 'StructuredOutputsParams',
-           'SamplingParams', 'check_beams', 'parse_bytes', 'EngineConfig', 'Status', 'Request', 'Sequence', 'Logprob',
-           'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'BeamSearchParams', 'BeamSearchSequence',
-           'BeamSearchOutput', 'StepRecord']
+           'SamplingParams', 'check_beams', 'parse_bytes', 'EngineConfig', 'ServerConfig', 'Status', 'Request',
+           'Sequence', 'Logprob', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'BeamSearchParams',
+           'BeamSearchSequence', 'BeamSearchOutput', 'StepRecord']
 
 # %% ../nbs/00_core.ipynb #852369a8
 import math
@@ -222,6 +222,35 @@ def _check_config(self: EngineConfig):
         if getattr(self, name) not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
 EngineConfig.check = _check_config
+
+# %% ../nbs/00_core.ipynb #53187629
+@dataclass
+class ServerConfig:
+    "Settings of the server (names as in vLLM)."
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all
+    port: int = 8000  # 0: any that is free
+    served_model_name: str | None = None  # name that clients use; None: the model as given
+    api_key: str | None = None  # clients must send it as a bearer token; None: none is needed
+    max_num_queued_reqs: int = 1024  # requests that may wait for their first token; beyond that 503
+    max_body_size: int | str = "16MiB"  # of a request
+    max_n: int = 128  # answers per prompt
+    max_prompts: int = 1024  # of one completions request
+    request_timeout: float | None = None  # seconds after which a request is ended
+    shutdown_timeout: int = 30  # seconds that open requests get when the server is told to stop
+    on_engine_failure: str = "exit"  # exit, or restart the engine
+    chat_template: str | None = None  # a file, or the template itself, instead of the model's own
+    allowed_origins: str | None = None  # origins of browser pages that may ask, comma-separated
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    root_path: str = ""  # behind a proxy that strips a path
+    access_log: bool = False  # a line per request
+
+    def __post_init__(self):
+        self.max_body_size = parse_bytes(self.max_body_size)
+        check_number("port", self.port, 0, 65535, integer=True)
+        for name in ("max_num_queued_reqs", "max_n", "max_prompts"): check_number(name, getattr(self, name), 1, integer=True)
+        if self.request_timeout is not None: check_number("request_timeout", self.request_timeout, 0, open_low=True)
+        if self.on_engine_failure not in ("exit", "restart"): raise ValueError(f"on_engine_failure must be exit or restart, got {self.on_engine_failure!r}")
 
 # %% ../nbs/00_core.ipynb #197c45d3
 class Status(IntEnum):
