@@ -10,9 +10,11 @@ __all__ = ['log', 'encode_json', 'Deadline', 'Gone', 'error_response', 'error_of
 
 # %% ../nbs/40_server.ipynb #73dac938
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import signal
 import socket
 import sys
 import time
@@ -562,6 +564,8 @@ def make_app(
         return Response(status_code=200)
     @app.get("/is_sleeping")
     async def is_sleeping(): return dict(is_sleeping=await llm.is_sleeping())
+    @app.get("/debug/blocks", include_in_schema=False)
+    async def blocks(): return dict(used=await llm.call("num_used"), integrity=await llm.call("check_integrity"))
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache():
         await llm.reset_prefix_cache()
@@ -604,6 +608,8 @@ async def serve(
                 status = 1
                 asyncio.get_running_loop().call_later(0.5, setattr, server, "should_exit", True)
         llm.on_death.append(died)
+        server.capture_signals = contextlib.nullcontext  # uvicorn would raise the signal again at the end; a graceful end has status 0
+        for s in (signal.SIGINT, signal.SIGTERM): asyncio.get_running_loop().add_signal_handler(s, server.handle_exit, s, None)
         host, port = listener.getsockname()[:2]
         address = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"llmserve {__version__}: {config.served_model_name or llm.config.model}, {llm.ready.dtype} on {llm.ready.device}\n{llm.ready.plan}\n{address}/v1 answers; {address}/ shows what it does, {address}/docs the endpoints", file=sys.stderr, flush=True)

@@ -35,8 +35,9 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     "As llguidance takes it. Raises `InvalidRequest`."
     from llguidance import LLMatcher
     try:
-        if params.json is not None: return LLMatcher.grammar_from_json_schema(params.json if isinstance(params.json, str) else json.dumps(params.json))
-        if params.json_object: return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        if params.json is not None or params.json_object:
+            schema = '{"type": "object"}' if params.json is None else params.json if isinstance(params.json, str) else json.dumps(params.json)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=dict(whitespace_flexible=False, item_separator=", ", key_separator=": "))
         if params.regex is not None: return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None: return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in params.choice))
         text = params.grammar

@@ -96,3 +96,57 @@ def step(engine):
     engine.scheduler.check_integrity()
     assert len(engine.records) == before + 1 or engine.records.maxlen == before, "there was work, and no step was made"
     return updates
+
+
+class Server:
+    "`llmserve serve` in a process, on a port of its own."
+    def __init__(self, *flags, model="smollm2-135m"):
+        import re
+        import subprocess
+        import sys
+        self.process = subprocess.Popen([sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve", str(model), "--port", "0", *flags], stderr=subprocess.PIPE, text=True,
+                                        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
+        self.lines = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"(http://\S+)/v1 answers", line)
+            if found: break
+        else: raise RuntimeError("the server did not start:\n" + "".join(self.lines))
+        self.url = found[1]
+        import threading
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()  # a full pipe would stop it
+
+    @property
+    def engine_pid(self):
+        import psutil
+        return next(p.pid for p in psutil.Process(self.process.pid).children(recursive=True) if "spawn_main" in " ".join(p.cmdline()))
+
+    def live(self):
+        import httpx
+        return httpx.get(self.url + "/live", timeout=10).json()
+
+    def used_blocks(self, patience=5.0):
+        "Blocks that are held when all is quiet; waits for the quiet."
+        import time
+
+        import httpx
+        until = time.monotonic() + patience
+        while True:
+            used = sum(httpx.get(self.url + "/debug/blocks", timeout=10).json()["used"])
+            if used == 0 or time.monotonic() > until: return used
+            time.sleep(0.05)
+
+    def stop(self, patience=20):
+        import subprocess
+        if self.process.poll() is None: self.process.terminate()
+        try: return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@pytest.fixture(scope="session")
+def server():
+    s = Server("--kv-cache-memory", "256MiB", "--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32")
+    yield s
+    assert s.stop() == 0, "".join(s.lines)

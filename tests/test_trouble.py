@@ -1,0 +1,251 @@
+"What clients and machines do to a server: nothing of it reaches other clients, and all blocks are free at the end."
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+
+import httpx
+import psutil
+import pytest
+from conftest import Server
+
+MODEL = "smollm2-135m"
+QUESTION = [{"role": "user", "content": "Name three colours."}]
+LONG = dict(model=MODEL, prompt="The sea is", max_tokens=800, ignore_eos=True, temperature=1)
+
+
+@pytest.fixture(scope="module")
+def small():
+    s = Server("--kv-cache-memory", "256MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-queued-reqs", "64", "--request-timeout", "60", "--max-num-batched-tokens", "256")
+    yield s
+    assert s.stop() == 0, "".join(s.lines)
+
+
+def url_of(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def raw(server, path, body, method="POST"):
+    "A connection with the request sent, and nothing read."
+    data = json.dumps(body).encode() if not isinstance(body, bytes) else body
+    s = socket.create_connection(url_of(server), timeout=20)
+    s.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return s
+
+
+def wait_until(condition, patience=15.0):
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        if condition(): return True
+        time.sleep(0.05)
+    return False
+
+
+def well(server):
+    "Answers, holds no blocks, and its books agree."
+    assert httpx.post(server.url + "/v1/completions", json=dict(prompt="a", max_tokens=2), timeout=60).status_code == 200
+    assert server.used_blocks() == 0
+    assert server.live()["open"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_it_answers(small, stream):
+    s = raw(small, "/v1/completions", dict(LONG, stream=stream))
+    assert wait_until(lambda: small.live()["running"] == 1)
+    if stream: assert s.recv(200)
+    s.close()
+    assert wait_until(lambda: small.live()["open"] == 0, 3), "the request goes on without a client"
+    well(small)
+
+
+def test_leaving_while_the_prompt_is_computed(small):
+    for _ in range(3):
+        s = raw(small, "/v1/completions", dict(LONG, prompt=[5 + i % 1000 for i in range(1000)], max_tokens=20, cache_salt=str(time.time())))
+        assert wait_until(lambda: small.live()["open"] > 0)
+        s.close()
+    assert wait_until(lambda: small.live()["open"] == 0, 3)
+    well(small)
+
+
+def test_leaving_while_waiting(small):
+    "The first eight run, the others wait; all leave."
+    sockets = [raw(small, "/v1/completions", dict(LONG, stream=i % 2 == 0, n=2)) for i in range(20)]
+    assert wait_until(lambda: small.live()["open"] == 20 and small.live()["waiting"] > 0)
+    for s in sockets: s.close()
+    assert wait_until(lambda: small.live()["open"] == 0, 5)
+    well(small)
+
+
+def test_leaving_in_the_middle_of_a_body(small):
+    s = socket.create_connection(url_of(small))
+    s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{\"prompt\": ")
+    time.sleep(0.1)
+    s.close()
+    well(small)
+
+
+def test_a_slow_reader_slows_nobody(small):
+    slow = raw(small, "/v1/completions", dict(LONG, stream=True, max_tokens=400))
+    start = time.monotonic()
+    got = httpx.post(small.url + "/v1/completions", json=dict(LONG, max_tokens=32, temperature=0), timeout=60)
+    assert got.json()["usage"]["completion_tokens"] == 32 and time.monotonic() - start < 20
+    assert wait_until(lambda: small.live()["open"] == 0, 60), "an answer that nobody reads still ends"
+    text = b""
+    while not text.endswith(b"0\r\n\r\n"): text += slow.recv(1 << 16)
+    assert b"[DONE]" in text
+    slow.close()
+    well(small)
+
+
+def test_two_hundred_clients_over_a_queue_of_64(small):
+    async def main():
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=250)) as c:
+            return await asyncio.gather(*(c.post(small.url + "/v1/completions", json=dict(prompt=f"{i} is", max_tokens=4, ignore_eos=True)) for i in range(200)))
+    got = asyncio.run(main())
+    statuses = [r.status_code for r in got]
+    assert set(statuses) == {200, 503} and statuses.count(200) >= 64
+    for r in got:
+        if r.status_code == 503: assert int(r.headers["retry-after"]) >= 1 and "waiting" in r.json()["error"]["message"]
+        else: assert r.json()["usage"]["completion_tokens"] == 4
+    well(small)
+
+
+def test_deadline(small):
+    got = httpx.post(small.url + "/v1/completions", json=dict(LONG, timeout=0.3), timeout=60)
+    assert got.status_code == 408 and "0.3 s" in got.json()["error"]["message"]
+    streamed = httpx.post(small.url + "/v1/completions", json=dict(LONG, timeout=1.0, stream=True), timeout=60)
+    assert streamed.status_code == 200 and '"timeout"' in streamed.text and streamed.text.rstrip().endswith("data: [DONE]")
+    well(small)
+
+
+def test_garbage(small):
+    post = lambda body, kind="application/json": httpx.post(small.url + "/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=60)
+    for body in (b"", b"{", b"null", b"[]", b"42", b'"a"', b"\xff\xfe\x00", b'{"messages": 1}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}', b'{"messages": [{"content": "a"}]}', b"[" * 100_000, b'{"messages":' * 50_000,
+                 b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"messages": [{"role": "nobody", "content": "a"}], "max_tokens": 1e400}', b'{"messages": [{"role": "user", "content": "a"}], "n": 100000}'):
+        r = post(body)
+        assert r.status_code in (400, 422), (body[:60], r.status_code, r.text[:200])
+        assert r.json()["error"]["message"]
+    for bad in ("NaN", "Infinity", "-Infinity", "1e999", '"x"', "[]", "true"):
+        for name in ("temperature", "top_p", "presence_penalty", "min_p", "max_tokens", "seed", "top_k"):
+            r = post(f'{{"messages": [{{"role": "user", "content": "a"}}], "max_tokens": 1, "{name}": {bad}}}'.replace('"max_tokens": 1, "max_tokens"', '"max_tokens"').encode())
+            assert r.status_code in (200, 400), (name, bad, r.status_code)
+            if bad in ("NaN", "Infinity", "-Infinity", "1e999"): assert r.status_code == 400, (name, bad)
+    assert post(b'{"messages": []}', "text/plain").status_code == 400
+    for path in ("/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        assert httpx.post(small.url + path, content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    assert httpx.post(small.url + "/detokenize", json=dict(tokens=[10**9])).status_code == 400
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt=[10**9], max_tokens=1)).status_code == 400
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt=[2**70], max_tokens=1)).status_code == 400
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt=[], max_tokens=1)).status_code == 400
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt="a", max_tokens=1, seed=2**80)).status_code == 400
+    assert httpx.get(small.url + "/v1/completions").status_code == 405
+    well(small)
+
+
+def test_large_bodies(small):
+    start = time.monotonic()
+    r = httpx.post(small.url + "/v1/completions", json=dict(prompt="a " * 5_000_000, max_tokens=1), timeout=60)
+    assert r.status_code == 400 and "max_model_len" in r.json()["error"]["message"]
+    assert time.monotonic() - start < 5
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt="a" * 20_000_000), timeout=60).status_code == 413
+
+    def pieces():
+        for _ in range(20): yield b" " * 1_000_000
+    assert httpx.post(small.url + "/v1/completions", content=pieces(), headers={"content-type": "application/json"}, timeout=60).status_code == 413
+    well(small)
+
+
+def test_schema_bombs(small):
+    deep = {"type": "object"}
+    for _ in range(100): deep = {"type": "object", "properties": {"a": deep}}
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x" * 100} for i in range(5000)}}
+    bombs = [dict(guided_json=deep), dict(guided_json=wide), dict(guided_regex="(((((a{1,900}){1,900}){1,900}){1,900}){1,900})"), dict(guided_regex="(a*)*" * 20000), dict(guided_json={"$ref": "#"}), dict(guided_json={"$ref": "#/definitions/x"}),
+             dict(guided_grammar="start: start"), dict(guided_grammar="start: a\na: b\nb: a"), dict(guided_json={"type": "string", "pattern": "(((x{1,500}){1,500}){1,500})"}), dict(guided_choice=[]), dict(guided_choice=["a" * 300_000]),
+             dict(guided_json={"allOf": [{"anyOf": [{"const": i + j * 50} for i in range(50)]} for j in range(50)]})]
+    for bomb in bombs:
+        start = time.monotonic()
+        r = httpx.post(small.url + "/v1/completions", json=dict(prompt="a", max_tokens=4, **bomb), timeout=60)
+        assert r.status_code in (200, 400), (str(bomb)[:80], r.status_code, r.text[:200])
+        assert time.monotonic() - start < 10, str(bomb)[:80]
+    well(small)
+
+
+def test_key_and_name():
+    s = Server("--kv-cache-memory", "64MiB", "--max-model-len", "256", "--api-key", "sesame", "--served-model-name", "house")
+    try:
+        assert httpx.get(s.url + "/health").status_code == 200
+        assert httpx.get(s.url + "/v1/models").status_code == 401
+        assert httpx.get(s.url + "/v1/models", headers={"authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
+        key = {"authorization": "Bearer sesame"}
+        assert httpx.get(s.url + "/v1/models", headers=key).json()["data"][0]["id"] == "house"
+        assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="house", prompt="a", max_tokens=1), timeout=60).status_code == 200
+        assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="barn", prompt="a", max_tokens=1)).status_code == 404
+        slow = raw_with(s, key, dict(LONG, model="house", max_tokens=60, stream=False))
+        time.sleep(0.5)
+        assert s.stop() == 0, "told to stop while it answers"
+        assert b'"completion_tokens":60' in read_all(slow), "an open request ends before the server does"
+    finally: s.process.kill()
+
+
+def raw_with(server, headers, body):
+    data = json.dumps(body).encode()
+    s = socket.create_connection(url_of(server), timeout=60)
+    s.sendall((f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n").encode() + data)
+    return s
+
+
+def read_all(s):
+    out = b""
+    while True:
+        piece = s.recv(1 << 16)
+        if not piece: return out
+        out += piece
+        if b'"usage"' in out: return out
+
+
+@pytest.mark.parametrize("then", ["exit", "restart"])
+def test_the_engine_is_killed(then):
+    s = Server("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--on-engine-failure", then)
+    try:
+        async def main():
+            async with httpx.AsyncClient(timeout=60) as c:
+                work = [asyncio.ensure_future(c.post(s.url + "/v1/completions", json=dict(LONG, stream=i % 2 == 1))) for i in range(6)]
+                while s.live()["running"] < 4: await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
+                os.kill(s.engine_pid, signal.SIGKILL)
+                killed = time.monotonic()
+                ended = await asyncio.wait_for(asyncio.gather(*work), 10)
+                took = time.monotonic() - killed
+                health = (await c.get(s.url + "/health")).status_code if then == "restart" else 503
+                return ended, took, health
+        ended, took, health = asyncio.run(main())
+        assert took < 2 and health == 503
+        for r in ended: assert r.status_code == 503 or "engine" in r.text.split("data: ")[-2] and "error" in r.text.split("data: ")[-2], r.text[-300:]
+        if then == "exit": assert s.process.wait(20) == 1
+        else:
+            assert wait_until(lambda: httpx.get(s.url + "/health").status_code == 200, 60)
+            well(s)
+            assert s.stop() == 0
+    finally: s.process.kill()
+
+
+def test_the_server_is_killed():
+    "Its engine does not live on."
+    s = Server("--kv-cache-memory", "64MiB", "--max-model-len", "256")
+    engine = psutil.Process(s.engine_pid)
+    s.process.kill()
+    assert wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def test_bad_starts():
+    import subprocess
+    import sys
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "tokens")):
+        done = subprocess.run([sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve", *flags], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and word in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr[-500:])
