@@ -415,6 +415,8 @@ async def tokenize(self: AsyncLLM, text: str, add_special_tokens: bool = True) -
     "Token ids of a text. Refuses, without tokenizing, what cannot fit."
     if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
     if not text: raise InvalidRequest("the prompt is empty; at least one token is needed")
+    try: text.encode()
+    except UnicodeEncodeError as e: raise InvalidRequest(f"the prompt is no valid text: character {e.start} is one half of a pair") from None
     limit = self.ready.max_model_len
     if len(text) > limit * self.longest_token: raise InvalidRequest(f"the prompt has {len(text):,} characters, at least {len(text) // self.longest_token:,} tokens; max_model_len is {limit:,}")
     run = lambda: self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids

@@ -43,6 +43,7 @@ class Gone(Exception): "The client has left."
 def error_response(status: int, message: str, code: str | None = None, param: str | None = None, headers: dict | None = None) -> JSONResponse:
     "OpenAI's shape."
     kind = "invalid_request_error" if status < 500 and status != 401 else "authentication_error" if status == 401 else "server_error"
+    message = message.encode(errors="replace").decode()  # it may quote what cannot be sent
     return JSONResponse(dict(error=dict(message=message, type=kind, param=param, code=code)), status, headers)
 
 def error_of(e: Exception) -> JSONResponse:
@@ -53,7 +54,8 @@ def error_of(e: Exception) -> JSONResponse:
     if isinstance(e, HTTPException): return error_response(e.status_code, str(e.detail), headers=e.headers)
     if isinstance(e, ValueError): return error_response(400, str(e))
     log.error("a request failed", exc_info=e)
-    return error_response(503, f"{type(e).__name__}: {e}", "engine_error")
+    if isinstance(e, RuntimeError): return error_response(503, str(e), "engine_error")
+    return error_response(500, f"{type(e).__name__}: {e}", "bug")
 
 # %% ../nbs/40_server.ipynb #cdd8a068
 async def _left(http: Request):
@@ -515,7 +517,7 @@ def make_app(
         first = e.errors()[0] if e.errors() else {}
         where = ".".join(str(p) for p in first.get("loc", ()) if p != "body")
         return error_response(400, f"{where + ': ' if where else ''}{first.get('msg', 'the body cannot be read')}", param=where or None)
-    for kind in (ValueError, QueueFull, EngineDead, Deadline, HTTPException, RuntimeError): app.add_exception_handler(kind, refused)
+    for kind in (ValueError, QueueFull, EngineDead, Deadline, HTTPException, Exception): app.add_exception_handler(kind, refused)
     app.add_exception_handler(RequestValidationError, invalid)
 
     @app.post("/v1/chat/completions")
@@ -591,12 +593,14 @@ async def serve(
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try: listener.bind((config.host, config.port))
+    try:
+        listener.bind((config.host, config.port))
     except OSError as e: raise ValueError(f"cannot listen on {config.host}:{config.port}: {e.strerror}") from e
     llm = AsyncLLM(max_num_queued_reqs=config.max_num_queued_reqs, **settings)
     status = 0
     try:
         await llm.start()
+        listener.listen(2048)  # from now on clients are heard, even before the loop looks
         server = uvicorn.Server(uvicorn.Config(make_app(llm, config), log_level="warning", access_log=config.access_log, timeout_graceful_shutdown=config.shutdown_timeout, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,
                                                timeout_keep_alive=60, h11_max_incomplete_event_size=1 << 16))
 

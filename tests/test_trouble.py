@@ -246,6 +246,6 @@ def test_bad_starts():
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
-    for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "tokens")):
+    for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "max_model_len")):
         done = subprocess.run([sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve", *flags], capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and word in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr[-500:])
