@@ -291,6 +291,7 @@ class AsyncLLM:
 
     async def start(self):
         "Start the engine's process and wait until it is up. Raises `ValueError` with its words if it cannot start."
+        from llmserve import async_llm  # a new process has to find it by name, also when this runs in a notebook
         from llmserve.models import find, load_tokenizer
         folder = tempfile.mkdtemp(prefix="llmserve-")
         self._folder = folder
@@ -300,7 +301,7 @@ class AsyncLLM:
         self.sender, self.receiver = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
         self.sender.setsockopt(zmq.SNDHWM, 0); self.receiver.setsockopt(zmq.RCVHWM, 0)
         self.sender.bind(to_engine); self.receiver.bind(from_engine)
-        self.process = multiprocessing.get_context("spawn").Process(target=run_engine, args=(self.settings, to_engine, from_engine), name="llmserve-engine", daemon=True)
+        self.process = multiprocessing.get_context("spawn").Process(target=async_llm.run_engine, args=(self.settings, to_engine, from_engine), name="llmserve-engine", daemon=True)
         with _as_library(): self.process.start()
         self._loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(self._ended())

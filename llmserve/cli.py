@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENGINE_FLAGS', 'SAMPLING_FLAGS', 'DEMO', 'json_object', 'add_flags', 'chosen', 'make_parser', 'run_generate',
-           'run_chat', 'run_serve', 'run_models', 'run_demo', 'run_train', 'run_bench', 'main']
+           'run_chat', 'run_serve', 'run_models', 'run_demo', 'run_train', 'run_load', 'run_bench', 'main']
 
 # %% ../nbs/60_cli.ipynb #a3c03ed3
 import argparse
@@ -88,10 +88,22 @@ def make_parser() -> argparse.ArgumentParser:
     spec.add_argument("--each", type=int, default=12, help="prompts of each kind; default: 12")
     spec.add_argument("--adaptive", action="store_true", help="let the engine choose how much is drafted")
     spec.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="default: 1 4 16")
+    load = bench.add_parser("serve", help="load on a server: latency and throughput as users see them")
+    load.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="any OpenAI server; default: http://127.0.0.1:8000/v1")
+    load.add_argument("--served-model", help="name of the model there; default: the first it lists")
+    load.add_argument("--concurrency", default="1,8,16,32,128", help="users at once, comma-separated; default: 1,8,16,32,128")
+    load.add_argument("--request-rate", help="requests per second instead, comma-separated")
+    load.add_argument("--data", default="random", help="random, a folder of .jsonl prompts, or a ShareGPT file; default: random")
+    load.add_argument("--num-prompts", type=int, help="requests of each point; default: three per user, at least 24")
+    load.add_argument("--input-len", type=int, default=64); load.add_argument("--output-len", type=int, default=64, help="tokens; 0: until the answer ends")
+    load.add_argument("--chat", action="store_true", help="use /chat/completions (not with random)")
+    load.add_argument("--goodput", nargs="*", default=[], metavar="NAME:MS", help="goals such as ttft:200 tpot:50")
+    load.add_argument("--api-key")
+    load.add_argument("--save", help="write rows and picture to this path, as .json and .png")
     memory = bench.add_parser("memory", help="waste and padding with requests of mixed length")
     memory.add_argument("--num-prompts", type=int, default=64)
     for p in (throughput, memory): add_flags(p, EngineConfig, [n for n in ENGINE_FLAGS if n != "enable_prefix_caching"])
-    everything = [throughput, memory, spec, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
+    everything = [throughput, memory, spec, load, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
     everything[-2].add_argument("--text", default="data/text/harbour.txt", help="file to read; default: data/text/harbour.txt")
     for p in (spec, *everything[-2:]): add_flags(p, EngineConfig, ["model", "dtype"])
     for p in everything: p.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -200,11 +212,31 @@ def run_train(args) -> int:
     print(json.dumps(train_head(args.model, args.method, args.out, args.lessons, args.num_lessons, minutes=args.minutes, lr=args.lr, batch=args.batch)))
     return 0
 
+def run_load(args) -> list:
+    import asyncio
+    from llmserve import load
+    numbers = lambda text, kind: tuple(kind(x) for x in text.split(","))
+    goals = {name: float(most) for name, most in (g.split(":") for g in args.goodput)}
+    if set(goals) - {"ttft", "tpot", "e2e"}: raise ValueError(f"goals are ttft, tpot and e2e, got {', '.join(goals)}")
+    short = ("concurrency", "rate", "requests", "errors", "req_s", "out_tok_s", "ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "tpot_p99", "itl_p99", "e2e_p50", "e2e_p99", "goodput", "first_error")
+    rows = asyncio.run(load.sweep(args.base_url.rstrip("/"), args.served_model, numbers(args.concurrency, int), numbers(args.request_rate, float) if args.request_rate else (), args.data, num=args.num_prompts, input_len=args.input_len, output_len=args.output_len or None,
+                                  chat=args.chat, goals=goals or None, api_key=args.api_key, report=lambda r: print(f"{r.get('concurrency', r.get('rate'))}: {r['out_tok_s']} tokens/s, {r['errors']} errors", file=sys.stderr)))
+    if args.save:
+        from pathlib import Path
+        Path(args.save).with_suffix(".json").write_text(json.dumps(rows, indent=1))
+        if not args.request_rate: load.draw_sweeps({args.served_model or "server": rows}, Path(args.save).with_suffix(".png"), goals)
+    if not args.request_rate and not args.json:
+        at, most = load.knee(rows), load.largest(rows, goals.get("ttft"), goals.get("tpot"))
+        if at: print(f"knee: {at['concurrency']} users, {at['out_tok_s']} tokens/s")
+        if goals: print(f"most users that keep {' '.join(args.goodput)} at p95: {most['concurrency'] if most else 'none'}")
+    return rows if args.json else [{k: r[k] for k in short if k in r} for r in rows]
+
 def run_bench(args) -> int:
     from llmserve import bench
     settings = chosen(args, ENGINE_FLAGS)
     if args.what == "throughput": rows = bench.throughput(num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len, repeat=args.repeat, quiet=args.json, **settings)
     elif args.what == "memory": rows = [bench.memory(num_prompts=args.num_prompts, quiet=args.json, **settings)]
+    elif args.what == "serve": rows = run_load(args)
     elif args.what == "attention": rows = bench.attention()
     elif args.what == "scheduler": rows = bench.scheduler()
     elif args.what == "gpu": rows = bench.gpu_attention()
