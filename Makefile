@@ -6,10 +6,11 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lab notebooks bench gpu-check clean help
+.PHONY: demo test test-all serve lab notebooks bench gpu-check clean help
 help:
 	@echo "make demo       eight prompts answered at once"
 	@echo "make test       every chapter and every test (make test-all: the long matrices too)"
+	@echo "make serve      OpenAI endpoints on http://127.0.0.1:8000"
 	@echo "make lab        JupyterLab on the chapters"
 	@echo "make notebooks  run the chapters and store their outputs"
 	@echo "make bench      throughput, step against its floor, attention, scheduler, memory"
@@ -38,6 +39,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q tests
+
+serve: $(READY)
+	$(BIN)/llmserve serve
 
 lab: $(READY)
 	$(BIN)/jupyter lab nbs/index.ipynb

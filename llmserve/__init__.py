@@ -3,7 +3,7 @@ __version__ = "0.1.0"
 
 _lazy = {
     "LLM": "llm", "SamplingParams": "core", "BeamSearchParams": "core", "EngineConfig": "core", "RequestOutput": "core",
-    "CompletionOutput": "core", "Engine": "engine",
+    "CompletionOutput": "core", "StructuredOutputsParams": "core", "Engine": "engine", "AsyncLLM": "async_llm",
 }
 __all__ = list(_lazy)
 

@@ -67,7 +67,7 @@ class StructuredOutputsParams:
     def __post_init__(self):
         given = [n for n in self.__dataclass_fields__ if getattr(self, n) not in (None, False)]
         if len(given) != 1: raise InvalidRequest(f"structured outputs need exactly one of {', '.join(self.__dataclass_fields__)}, got {', '.join(given) or 'none'}")
-        if self.choice is not None and (not isinstance(self.choice, list) or not all(isinstance(c, str) and c for c in self.choice)): raise InvalidRequest(f"choice must be a list of texts that are not empty, got {self.choice!r:.200}")
+        if self.choice is not None and (not isinstance(self.choice, list) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)): raise InvalidRequest(f"choice must be a list of texts that are not empty, got {self.choice!r:.200}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), (str, type(None))): raise InvalidRequest(f"{name} must be text, got {getattr(self, name)!r:.200}")
         if not isinstance(self.json, (str, dict, type(None))): raise InvalidRequest(f"json must be a schema, got {self.json!r:.200}")
@@ -313,7 +313,7 @@ class Sequence:
         self.draft = self.drafting = None  # a TokenTree to be checked in the next step; what its drafter remembers
         self.shares_tail = False  # whether its last, partly filled block may have other owners
         params = request.params
-        self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids)
+        self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos and not params.structured_outputs else request.eos_token_ids)  # a form that is complete ends
 
     @property
     def id(self) -> str: return f"{self.request.id}/{self.index}" if len(self.request.sequences) > 1 else self.request.id

@@ -137,12 +137,12 @@ def summary(
 
 # %% ../nbs/49_load.ipynb #8e180127
 def knee(rows: list, x: str = "concurrency", y: str = "out_tok_s") -> dict | None:
-    "The row at the knee; None for less than three."
+    "The row at the knee; None if there is none."
     if len(rows) < 3: return None
-    xs, ys = [math.log(r[x]) for r in rows], [r[y] for r in rows]
+    xs, ys = [r[x] for r in rows], [r[y] for r in rows]
     if max(ys) == min(ys): return rows[0]
     above = [(v - min(ys)) / (max(ys) - min(ys)) - (u - xs[0]) / (xs[-1] - xs[0]) for u, v in zip(xs, ys)]
-    return rows[above.index(max(above))]
+    return rows[above.index(max(above))] if max(above) > 0.02 else None
 
 def largest(rows: list, ttft: float | None = None, tpot: float | None = None, x: str = "concurrency") -> dict | None:
     "The row with the most users whose p95 keeps the goals (milliseconds), and no errors."
@@ -198,9 +198,11 @@ def draw_sweeps(sweeps: dict, path=None, goals: dict | None = None):  # name →
             if at: ax.plot([at["concurrency"]], [at[y]], "o", ms=10, mfc="none", color=line.get_color())
     for ax, title in zip(axes, ("output tokens/s", "TTFT p95, ms", "TPOT p95, ms")):
         ax.set(xscale="log", xlabel="concurrent users", title=title); ax.title.set_fontsize(9)
-        if title[0] == "T": ax.set_yscale("log")
+        if title[0] == "T":
+            ax.set_yscale("log")
+            for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): axis(lambda v, _: f"{v:g}" if f"{v:.0e}"[0] in "125" else "")
         ticks = sorted({r["concurrency"] for rows in sweeps.values() for r in rows})
-        ax.set_xticks(ticks, [str(t) for t in ticks]); ax.minorticks_off() if title[0] != "T" else None
+        ax.set_xticks(ticks, [str(t) for t in ticks]); ax.xaxis.minorticks_off()
     for ax, goal in zip(axes[1:], ("ttft", "tpot")):
         if goals and goals.get(goal): ax.axhline(goals[goal], color="0.6", lw=1, ls="--")
     axes[0].legend(fontsize=7)

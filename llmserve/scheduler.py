@@ -379,7 +379,7 @@ def _append(self: Scheduler, seq: Sequence, new: list, logprobs: list | None, pr
     reason = stop = None
     for j, token in enumerate(new):
         seq.tokens.append(token)
-        if token in seq.end_tokens and len(seq.tokens) - seq.num_prompt_tokens >= seq.request.params.min_tokens:
+        if token in seq.end_tokens and (seq.structure is not None or len(seq.tokens) - seq.num_prompt_tokens >= seq.request.params.min_tokens):
             reason, stop = "stop", token if token in seq.request.params.stop_token_ids else None
         elif len(seq.tokens) >= seq.max_len: reason = "length"
         else: continue
