@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Question', 'questions', 'Seen', 'ask', 'closed', 'opened', 'percentile', 'summary', 'knee', 'largest', 'sweep',
-           'draw_sweeps']
+           'overhead', 'draw_sweeps']
 
 # %% ../nbs/49_load.ipynb #c70e36e8
 import asyncio
@@ -184,6 +184,48 @@ async def sweep(
             rows.append(row)
             if report: report(row)
     return rows
+
+# %% ../nbs/49_load.ipynb #f4bbb136
+async def overhead(
+    model: str = "smollm2-135m",
+    clients: int = 32, requests: int = 96, input_len: int = 64, output_len: int = 64,
+    repeat: int = 3,
+    **settings,  # of EngineConfig
+) -> list:  # one row
+    "Over HTTP against `LLM.generate`."
+    import aiohttp
+    import uvicorn
+    from llmserve.async_llm import AsyncLLM
+    from llmserve.core import SamplingParams
+    from llmserve.llm import LLM
+    from llmserve.server import make_app
+    settings = {"max_model_len": input_len + output_len + 16, "max_num_seqs": clients, "kv_cache_memory": "512MiB", "enable_prefix_caching": False, **settings}
+    offline = LLM(model, quiet=True, **settings)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    direct, http, ttft, prefill = [], [], [], []
+    async with AsyncLLM(model, **settings) as llm:
+        server = uvicorn.Server(uvicorn.Config(make_app(llm), port=0, log_level="error"))
+        task = asyncio.ensure_future(server.serve())
+        while not server.started: await asyncio.sleep(0.05)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+        for k in range(repeat + 1):
+            some, few = questions(num=requests, input_len=input_len, output_len=output_len, seed=k), questions(num=8, input_len=input_len, output_len=4, seed=1000 + k)
+            start = time.perf_counter()
+            offline.generate([q.prompt for q in some], params, False)  # nothing else is under way: the loop may stand still
+            direct.append(requests * output_len / (time.perf_counter() - start))
+            outs = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False) for q in few]
+            prefill += [o[0].metrics.ttft for o in outs]
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=3600)) as session:  # connections of the last round have timed out
+                send = lambda q: ask(session, url, model, q)
+                seen, seconds = await closed(send, some, clients)
+                assert not any(s.error for s in seen), next(s.error for s in seen if s.error)
+                http.append(sum(s.tokens for s in seen) / seconds)
+                ttft += [s.ttft for s in (await closed(send, few, 1))[0]]
+        server.should_exit = True
+        await task
+    ratio = statistics.median(h / d for h, d in zip(http[1:], direct[1:]))
+    return [dict(clients=clients, requests=requests, generate_tok_s=round(statistics.median(direct[1:]), 1), http_tok_s=round(statistics.median(http[1:]), 1), of_generate=round(ratio, 3), ttft_ms=round(1e3 * statistics.median(ttft[8:]), 2), prefill_ms=round(1e3 * statistics.median(prefill[8:]), 2),
+                 added_ms=round(1e3 * (statistics.median(ttft[8:]) - statistics.median(prefill[8:])), 2))]
 
 # %% ../nbs/49_load.ipynb #7fe4547a
 def draw_sweeps(sweeps: dict, path=None, goals: dict | None = None):  # name → rows
