@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     memory = bench.add_parser("memory", help="waste and padding with requests of mixed length")
     memory.add_argument("--num-prompts", type=int, default=64)
     for p in (throughput, memory): add_flags(p, EngineConfig, [n for n in ENGINE_FLAGS if n != "enable_prefix_caching"])
-    everything = [throughput, memory, spec, load, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("overhead", help="the same requests over HTTP and from LLM.generate"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
+    everything = [throughput, memory, spec, load, bench.add_parser("attention", help="Numba attention against gather + SDPA"), bench.add_parser("scheduler", help="cost of a decision"), bench.add_parser("gpu", help="the Triton kernels on the GPU at hand"), bench.add_parser("pressure", help="swap, recompute and the choice between them, in a pool that is too small"), bench.add_parser("sharing", help="blocks saved by forks, for samples and beams"), bench.add_parser("structured", help="what a JSON schema adds to a step"), bench.add_parser("overhead", help="the same requests over HTTP and from LLM.generate"), bench.add_parser("beams", help="beam search, tokens per second"), bench.add_parser("cascade", help="attention behind a shared prefix, once or once per sequence"), bench.add_parser("perplexity", help="what each KV format does to a model"), bench.add_parser("floor", help="a decode step against its matrix multiplications")]
     everything[-2].add_argument("--text", default="data/text/harbour.txt", help="file to read; default: data/text/harbour.txt")
     for p in (spec, *everything[-2:]): add_flags(p, EngineConfig, ["model", "dtype"])
     for p in everything: p.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -237,6 +237,7 @@ def run_bench(args) -> int:
     if args.what == "throughput": rows = bench.throughput(num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len, repeat=args.repeat, quiet=args.json, **settings)
     elif args.what == "memory": rows = [bench.memory(num_prompts=args.num_prompts, quiet=args.json, **settings)]
     elif args.what == "serve": rows = run_load(args)
+    elif args.what == "structured": rows = bench.structured(**settings)
     elif args.what == "overhead":
         import asyncio
         from llmserve import load

@@ -43,7 +43,7 @@ class SamplingRow:
     tokens: list = field(default_factory=list)  # prompt and output so far
     num_prompt_tokens: int = 0
     end_tokens: frozenset = frozenset()  # not allowed before min_tokens
-    structure: object = None  # with a method `mask(output)`: which tokens may come next
+    structure: object = None  # with a method `restrict(line, output)`: takes away what may not come next
 
     @property
     def position(self) -> int: return len(self.tokens)  # index of the token to draw
@@ -64,7 +64,7 @@ def penalize(
         if row.plain: continue
         p, line = row.params, logits[i]
         output = row.tokens[row.num_prompt_tokens:]
-        if row.structure is not None: line.masked_fill_(~row.structure.mask(output).to(line.device), -torch.inf)
+        if row.structure is not None: row.structure.restrict(line, output)
         if len(output) < p.min_tokens and row.end_tokens:
             ends = torch.tensor(sorted(row.end_tokens), device=line.device)
             if row.structure is None or (line > -torch.inf).sum() > (line[ends] > -torch.inf).sum(): line[ends] = -torch.inf  # a form that is complete ends all the same

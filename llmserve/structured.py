@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import torch
+from numba import njit
 
 from .core import InvalidRequest, StructuredOutputsParams
 from .tree import TokenTree
@@ -30,6 +31,14 @@ def tokens_of(
         try: _tokens[tokenizer] = llguidance.hf.from_tokenizer(tokenizer, vocab_size, sorted(loaded.spec.eos_token_ids) or None)
         except Exception as e: raise InvalidRequest(f"structured outputs cannot be made with this tokenizer: {e}") from e
     return _tokens[tokenizer]
+
+@njit(cache=True, nogil=True)
+def _restrict(line, bits):
+    for w in range((len(line) + 31) // 32):
+        word = bits[w]
+        if word == np.uint32(0xFFFFFFFF): continue
+        for j in range(w * 32, min(w * 32 + 32, len(line))):
+            if not (word >> np.uint32(j - w * 32)) & np.uint32(1): line[j] = -np.inf
 
 def grammar_of(params: StructuredOutputsParams) -> str:
     "As llguidance takes it. Raises `InvalidRequest`."
@@ -79,12 +88,23 @@ class Structure:
             self.taken.append(token)
         return True
 
-    def mask(self, output: list) -> torch.Tensor:  # bool [vocab]
+    def bits(self, output: list) -> np.ndarray | None:  # uint32, a bit per token; None: all
         "Which tokens may come after these."
-        vocab = self.tokens.vocab_size
-        if not self.follow(output): return torch.ones(vocab, dtype=torch.bool)  # it has left the form: after its end token, or by a bias
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[:vocab]).bool()
+        if not self.follow(output): return None  # it has left the form: after its end token, or by a bias
+        return np.frombuffer(self.matcher.compute_bitmask(), np.uint32)
+
+    def mask(self, output: list) -> torch.Tensor:  # bool [vocab]
+        "The same as booleans."
+        vocab, bits = self.tokens.vocab_size, self.bits(output)
+        if bits is None: return torch.ones(vocab, dtype=torch.bool)
+        return torch.from_numpy(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab].view(np.bool_))
+
+    def restrict(self, line: torch.Tensor, output: list):
+        "Take away, from a row of logits [vocab], what may not come after these tokens."
+        bits = self.bits(output)
+        if bits is None: return
+        if line.device.type == "cpu" and line.dtype == torch.float32: _restrict(line.numpy(), bits)
+        else: line.masked_fill_(~self.mask(output).to(line.device), -torch.inf)
 
     def prune(self, tree: TokenTree, output: list) -> TokenTree | None:
         "What of a tree can become part of the answer."
