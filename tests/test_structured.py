@@ -11,6 +11,7 @@ from llmserve.engine import Engine
 from llmserve.llm import LLM
 from llmserve.runner import Runner
 
+pytestmark = pytest.mark.xdist_group("structured")
 text, number = dict(type="string", maxLength=12), dict(type="integer", minimum=0, maximum=999)
 closed = lambda **properties: dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
 SCHEMAS = [
