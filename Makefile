@@ -5,9 +5,6 @@ READY := .venv/.ready
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
-# Tests run in two processes of one thread each: most of them are small, and two threads would wait for each other.
-JOBS ?= 2
-TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
 .PHONY: demo test test-all serve lab notebooks bench gpu-check clean help
 help:
@@ -38,10 +35,10 @@ demo: $(READY)
 	$(BIN)/llmserve demo
 
 test: $(READY)
-	$(TEST) -m "not slow" tests
+	$(BIN)/python -m pytest -q -m "not slow" tests
 
 test-all: $(READY)
-	$(TEST) tests
+	$(BIN)/python -m pytest -q tests
 
 serve: $(READY)
 	$(BIN)/llmserve serve

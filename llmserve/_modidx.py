@@ -731,7 +731,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'llmserve.runner.copy_rate': ('nbs/runner.html#copy_rate', 'llmserve/runner.py'),
                                  'llmserve.runner.execute': ('nbs/runner.html#execute', 'llmserve/runner.py'),
                                  'llmserve.runner.forward': ('nbs/runner.html#forward', 'llmserve/runner.py'),
-                                 'llmserve.runner.keep_memory': ('nbs/runner.html#keep_memory', 'llmserve/runner.py'),
                                  'llmserve.runner.release_memory': ('nbs/runner.html#release_memory', 'llmserve/runner.py'),
                                  'llmserve.runner.resize': ('nbs/runner.html#resize', 'llmserve/runner.py'),
                                  'llmserve.runner.run_paged': ('nbs/runner.html#run_paged', 'llmserve/runner.py'),

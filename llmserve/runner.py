@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['Runner', 'Backend', 'choose_backend', 'can_select_rows', 'forward', 'run_paged', 'execute', 'argmax', 'copy',
-           'copy_rate', 'resize', 'sleep', 'wake', 'keep_memory', 'release_memory', 'sampling_row', 'StaticBatch',
-           'capture_graph', 'DecodeGraphs']
+           'copy_rate', 'resize', 'sleep', 'wake', 'release_memory', 'sampling_row', 'StaticBatch', 'capture_graph',
+           'DecodeGraphs']
 
 # %% ../nbs/21_runner.ipynb #e0db051f
 import ctypes
 import gc
-import os
 import sys
 import time
 import warnings
@@ -37,7 +36,6 @@ class Runner:
     ):
         self.config = config
         self.drafter = self.typical = None
-        keep_memory()
         self._set_model(loaded or self._load())
         self.format = kv_format(config.kv_cache_dtype, self.loaded.dtype, self.spec.head_dim)
         if self.backend.name == "numba" and self.format.dtype == torch.float16: raise ValueError(f"kv_cache_dtype must be float32, bfloat16 or quantized with attention_backend='numba', got {config.kv_cache_dtype!r}")
@@ -258,13 +256,6 @@ def wake(self: Runner, num_blocks: list):
     "Undo `sleep`; weights are read again."
     if self.model is None: self._set_model(self._load())
     self.resize(num_blocks)
-
-def keep_memory():
-    "Have the C library keep freed memory of a few megabytes: a step's logits and probabilities would be given back and faulted in again in every step, which takes as long as drawing from them."
-    if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ: return
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, mib = -1, -3, 2**20
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"): libc.mallopt(M_MMAP_THRESHOLD, 32 * mib), libc.mallopt(M_TRIM_THRESHOLD, 128 * mib)  # larger ones, such as the pool, still go back
 
 def release_memory():
     "Hand what is free back to the system."

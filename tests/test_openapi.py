@@ -6,8 +6,6 @@ import sys
 import pytest
 from conftest import Server
 
-pytestmark = pytest.mark.xdist_group("trouble")
-
 
 @pytest.mark.parametrize("examples, least", [(8, 30), pytest.param(160, 2000, marks=pytest.mark.slow)], ids=["few", "two thousand"])
 def test_schemathesis(examples, least):

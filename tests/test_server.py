@@ -7,7 +7,6 @@ import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.xdist_group("server")
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}, "required": ["city", "unit"], "additionalProperties": False}}}

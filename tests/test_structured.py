@@ -11,7 +11,6 @@ from llmserve.engine import Engine
 from llmserve.llm import LLM
 from llmserve.runner import Runner
 
-pytestmark = pytest.mark.xdist_group("structured")
 text, number = dict(type="string", maxLength=12), dict(type="integer", minimum=0, maximum=999)
 closed = lambda **properties: dict(type="object", properties=properties, required=list(properties), additionalProperties=False)
 SCHEMAS = [
@@ -59,7 +58,7 @@ def config_of(tmp_path_factory):
     return config
 
 
-@pytest.mark.parametrize("drafter", drafters())
+@pytest.mark.parametrize("drafter", [d if d in ("plain", "ngram", "eagle3") else pytest.param(d, marks=pytest.mark.slow) for d in drafters()])
 def test_answers_validate_and_drafts_change_nothing(drafter, config_of):
     "Twenty schemas at T = 0 and T = 1; the same tokens as without drafts."
     prompts = [f"A JSON object that fits {json.dumps(s)}: " for s in SCHEMAS for _ in range(2)]

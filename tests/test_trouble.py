@@ -11,7 +11,6 @@ import psutil
 import pytest
 from conftest import Server
 
-pytestmark = pytest.mark.xdist_group("trouble")
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 LONG = dict(model=MODEL, prompt="The sea is", max_tokens=800, ignore_eos=True, temperature=1)
