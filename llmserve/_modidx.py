@@ -835,7 +835,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'llmserve.server.Job': ('nbs/server.html#job', 'llmserve/server.py'),
                                  'llmserve.server.Job.outputs': ('nbs/server.html#job.outputs', 'llmserve/server.py'),
                                  'llmserve.server._as_is': ('nbs/server.html#_as_is', 'llmserve/server.py'),
-                                 'llmserve.server._chain': ('nbs/server.html#_chain', 'llmserve/server.py'),
                                  'llmserve.server._left': ('nbs/server.html#_left', 'llmserve/server.py'),
                                  'llmserve.server._wire': ('nbs/server.html#_wire', 'llmserve/server.py'),
                                  'llmserve.server.all_of': ('nbs/server.html#all_of', 'llmserve/server.py'),

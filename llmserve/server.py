@@ -81,9 +81,9 @@ async def all_of(works: list) -> list:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 class EventStream(Response):
-    "Server-sent events from an iterator, closed when the client leaves."
-    def __init__(self, events: AsyncIterator[bytes], http: Request):
-        self.events, self.http = events, http
+    "Server-sent events: the first, then those of an iterator that has begun, closed when the client leaves."
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], http: Request):
+        self.first, self.rest, self.http = first, rest, http
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     def init_headers(self, headers=None):
@@ -93,11 +93,12 @@ class EventStream(Response):
     async def __call__(self, scope, receive, send):
         async def pump():
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self.events: await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            async for event in self.rest: await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         try: await unless_left(self.http, pump())
         except (Gone, OSError): pass
-        finally: await self.events.aclose()
+        finally: await self.rest.aclose()
 
 def event(data, name: str | None = None) -> bytes:
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode_json(data) + b"\n\n"
@@ -128,7 +129,6 @@ async def merged(llm: AsyncLLM, jobs: list):
     async def feed(job):
         async for delta in llm.follow(job.some): await queue.put((job, delta))
     work = asyncio.ensure_future(all_of([feed(j) for j in jobs]))
-    work.add_done_callback(lambda _: queue.put_nowait(None) if not queue.full() else None)
     try:
         while not (work.done() and queue.empty()):
             got = asyncio.ensure_future(queue.get())
@@ -136,7 +136,7 @@ async def merged(llm: AsyncLLM, jobs: list):
             if not got.done():
                 got.cancel()
                 continue
-            if got.result() is not None: yield got.result()
+            yield got.result()
         work.result()
     finally:
         work.cancel()
@@ -199,19 +199,18 @@ class Endpoints:
     async def run(self, http: Request, make_jobs, write, stream: bool, timeout: float | None):
         "Make jobs, then collect or stream them: `write` is (whole, events)."
         whole, events = write
-        jobs = []
+        jobs = await make_jobs()
         try:
-            jobs = await make_jobs()
             if not stream:
                 await unless_left(http, all_of([drain(self.llm, j) for j in jobs]), timeout)
                 return Response(encode_json(whole(jobs)), media_type="application/json")
             source = self._guarded(events(jobs), timeout)
             first = await unless_left(http, anext(source), timeout)  # an error before the first token is a status, not an event
-            return EventStream(_chain(first, source), http)
-        except Gone: return Response(status_code=499)
-        finally:
-            if not stream or sys.exc_info()[0] is not None:
-                for j in jobs: self.llm._close(j.some)
+            return EventStream(first, source, http)
+        except BaseException as e:
+            for j in jobs: self.llm._close(j.some)
+            if isinstance(e, Gone): return Response(status_code=499)
+            raise
 
     async def _guarded(self, events, timeout: float | None):
         "Errors after the first event become the last event."
@@ -229,12 +228,6 @@ class Endpoints:
             yield b"data: " + error_of(e).body + b"\n\n"
             yield b"data: [DONE]\n\n"
         finally: await events.aclose()
-
-async def _chain(first, rest):
-    try:
-        yield first
-        async for item in rest: yield item
-    finally: await rest.aclose()
 
 # %% ../nbs/40_server.ipynb #695fd800
 async def completions(self: Endpoints, body: CompletionRequest, http: Request):

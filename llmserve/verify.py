@@ -7,6 +7,7 @@ __all__ = ['verify']
 
 # %% ../nbs/31_verify.ipynb #266de407
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def verify(
     return list(zip(paths, tokens, logprobs))
 
 def _after(row: SamplingRow, tokens: list) -> SamplingRow:
-    return SamplingRow(row.params, row.seed, row.tokens + tokens, row.num_prompt_tokens, row.end_tokens, row.structure) if tokens else row
+    return replace(row, tokens=row.tokens + tokens) if tokens else row
 
 def _drafted(tree: TokenTree, path: list):  # (token, q) of the next node of a chain that was drawn, or None
     node = len(path)
