@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'To', 'From', 'Add', 'Stop', 'Call', 'Bit', 'Stats', 'News', 'Refused', 'Answer', 'Ready', 'EngineLoop',
-           'run_engine', 'EngineDead', 'QueueFull', 'AsyncLLM', 'longest_token', 'encode', 'tokenize', 'stream',
+           'run_engine', 'EngineDead', 'QueueFull', 'AsyncLLM', 'longest_token', 'tokenize', 'stream', 'begin',
            'submit', 'follow', 'generate', 'abort', 'restart', 'call', 'shutdown', 'sleep', 'wake_up', 'is_sleeping',
            'reset_prefix_cache']
 
@@ -26,7 +26,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from .core import EngineConfig, InvalidRequest, Logprob, Request, RequestOutput, SamplingParams, Status
+from .core import EngineConfig, InvalidRequest, Logprob, Request, RequestOutput, SamplingParams, Status, engine_config, read_prompt
 from .detokenize import Collector, Delta
 from .scheduler import SequenceUpdate
 
@@ -109,7 +109,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     dtype: str
     device: str
     folder: str
-    longest_token: int = 0
 
 To, From = Add | Stop | Call, News | Refused | Answer | Ready
 
@@ -151,7 +150,6 @@ class EngineLoop:
             elif message.method == "resize": value = engine.resize(**a)
             elif message.method == "num_used": value = engine.blocks.num_used
             elif message.method == "check_integrity": value = engine.scheduler.check_integrity()
-            elif message.method == "ping": value = None
             else: raise ValueError(f"the engine has no method {message.method!r}")
             return Answer(message.number, value)
         except Exception as e: return Answer(message.number, None, str(e) or type(e).__name__)
@@ -270,9 +268,7 @@ class AsyncLLM:
         start_timeout: float = 600.0,  # seconds until the engine must be up
         **settings,  # fields of EngineConfig
     ):
-        unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
-        if unknown: raise TypeError(f"unknown engine setting {', '.join(sorted(unknown))}; known are {', '.join(sorted(EngineConfig.__dataclass_fields__))}")
-        self.settings, self.config = dict(model=model, **settings), EngineConfig(model=model, **settings)
+        self.settings, self.config = dict(model=model, **settings), engine_config(model, settings)
         self.max_num_queued_reqs, self.start_timeout = max_num_queued_reqs, start_timeout
         self.process = self.ready = self.tokenizer = self.dead = None
         self.open, self.calls, self.stats, self.listeners, self.on_close, self.on_death = {}, {}, Stats(), [], [], []  # called with (News, open requests) before it is handed out; with a request that ended; when the engine died
@@ -400,18 +396,6 @@ class _as_library:
         for name, value in self.saved.items(): setattr(self.main, name, value)
 
 # %% ../nbs/38_async_llm.ipynb #b0ce3128
-async def encode(self: AsyncLLM, prompt) -> tuple:  # (text or None, token ids)
-    "Tokenize a prompt. Raises `InvalidRequest` for anything that is not one."
-    salt = None
-    if isinstance(prompt, dict):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown: raise InvalidRequest(f"a prompt has no field {', '.join(map(str, sorted(unknown, key=str)))}; known are prompt, prompt_token_ids, cache_salt")
-        if prompt.get("prompt_token_ids") is not None: return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-        prompt = prompt.get("prompt")
-    if isinstance(prompt, str): return prompt, await self.tokenize(prompt)
-    if isinstance(prompt, (list, tuple)): return None, list(prompt)
-    raise InvalidRequest(f"a prompt must be text, token ids or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}")
-
 async def tokenize(self: AsyncLLM, text: str, add_special_tokens: bool = True) -> list:
     "Token ids of a text. Refuses, without tokenizing, what cannot fit."
     if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
@@ -431,10 +415,12 @@ async def stream(self: AsyncLLM,
     cache_salt: str | None = None,
 ) -> AsyncIterator[Delta]:
     "Answers as they come. Raises `InvalidRequest`, `QueueFull` or `EngineDead`."
-    params = sampling_params or SamplingParams()
-    text, ids = await self.encode(prompt)
-    some = await self.submit(ids, params, request_id, text, priority, cache_salt or (prompt.get("cache_salt") if isinstance(prompt, dict) else None))
-    async for delta in self.follow(some): yield delta
+    async for delta in self.follow(await self.begin(prompt, sampling_params, request_id, priority, cache_salt)): yield delta
+
+async def begin(self: AsyncLLM, prompt, sampling_params, request_id, priority, cache_salt) -> _Open:
+    "Tokenize a prompt, and hand it to the engine."
+    text, ids, salt = read_prompt(prompt)
+    return await self.submit(await self.tokenize(text) if ids is None else ids, sampling_params or SamplingParams(), request_id, text, priority, cache_salt or salt)
 
 async def submit(self: AsyncLLM, ids: list, params: SamplingParams, request_id=None, prompt=None, priority=0, cache_salt=None) -> _Open:
     "Hand a request to the engine."
@@ -480,8 +466,7 @@ async def generate(self: AsyncLLM,
     cache_salt: str | None = None,
 ) -> AsyncIterator[RequestOutput]:
     "The answer so far, again and again; the last one has `finished` set."
-    text, ids = await self.encode(prompt)
-    some = await self.submit(ids, sampling_params or SamplingParams(), request_id, text, priority, cache_salt)
+    some = await self.begin(prompt, sampling_params, request_id, priority, cache_salt)
     async for _ in self.follow(some):
         if not some.collector.finished: yield some.collector.result()
     yield some.collector.result()
@@ -523,7 +508,7 @@ def shutdown(self: AsyncLLM, timeout: float = 5.0):
     self._fail(EngineDead("the engine was shut down"))
     self.process = None
 
-for _f in (encode, tokenize, stream, submit, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
+for _f in (tokenize, stream, begin, submit, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
 
 async def sleep(self: AsyncLLM, level: int = 1): await self.call("sleep", level=level)
 async def wake_up(self: AsyncLLM): await self.call("wake_up")

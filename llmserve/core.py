@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['InvalidRequest', 'InvalidModel', 'OutOfMemory', 'check_number', 'as_list', 'StructuredOutputsParams',
-           'SamplingParams', 'check_beams', 'parse_bytes', 'EngineConfig', 'ServerConfig', 'Status', 'Request',
-           'Sequence', 'Logprob', 'CompletionOutput', 'RequestMetrics', 'RequestOutput', 'BeamSearchParams',
-           'BeamSearchSequence', 'BeamSearchOutput', 'StepRecord']
+           'SamplingParams', 'check_beams', 'parse_bytes', 'EngineConfig', 'engine_config', 'read_prompt',
+           'ServerConfig', 'Status', 'Request', 'Sequence', 'Logprob', 'CompletionOutput', 'RequestMetrics',
+           'RequestOutput', 'BeamSearchParams', 'BeamSearchSequence', 'BeamSearchOutput', 'StepRecord']
 
 # %% ../nbs/00_core.ipynb #852369a8
 import math
@@ -222,6 +222,29 @@ def _check_config(self: EngineConfig):
         if getattr(self, name) not in allowed: raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
 EngineConfig.check = _check_config
+
+# %% ../nbs/00_core.ipynb #7678bf5f
+def engine_config(model: str, settings: dict) -> EngineConfig:
+    "Raises `TypeError` for a setting that does not exist."
+    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+    if unknown: raise TypeError(f"unknown engine setting {', '.join(sorted(unknown))}; known are {', '.join(sorted(EngineConfig.__dataclass_fields__))}")
+    return EngineConfig(model=model, **settings)
+
+def read_prompt(
+    prompt,  # text, token ids, or a dict with prompt or prompt_token_ids, and perhaps cache_salt
+) -> tuple:  # text or None, token ids or None, cache salt or None
+    "Raises `InvalidRequest` for anything that is no prompt."
+    salt = None
+    if isinstance(prompt, dict):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown: raise InvalidRequest(f"a prompt has no field {', '.join(map(str, sorted(unknown, key=str)))}; known are prompt, prompt_token_ids, cache_salt")
+        ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+        if ids is not None and not isinstance(ids, (list, tuple)): raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {type(ids).__name__}")
+        if ids is not None: return prompt.get("prompt"), list(ids), salt
+        prompt = prompt.get("prompt")
+    if isinstance(prompt, str): return prompt, None, salt
+    if isinstance(prompt, (list, tuple)): return None, list(prompt), salt
+    raise InvalidRequest(f"a prompt must be text, token ids or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}")
 
 # %% ../nbs/00_core.ipynb #53187629
 @dataclass

@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 
-from .core import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, EngineConfig, InvalidRequest, RequestOutput, SamplingParams
+from .core import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, InvalidRequest, RequestOutput, SamplingParams, engine_config, read_prompt
 from .detokenize import Collector, Delta
 from .engine import Engine
 
@@ -25,9 +25,8 @@ class LLM:
         quiet: bool = False,  # do not print what the memory is good for
         **settings,  # fields of EngineConfig: dtype, max_model_len, kv_cache_memory, …
     ):
-        unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
-        if unknown: raise TypeError(f"unknown engine setting {', '.join(sorted(unknown))}; known are {', '.join(sorted(EngineConfig.__dataclass_fields__))}")
-        self.engine = engine or Engine(EngineConfig(model=model, **settings))
+        config = engine_config(model, settings)
+        self.engine = engine or Engine(config)
         self.config, self.tokenizer = self.engine.config, self.engine.runner.loaded.tokenizer
         self._open = {}  # request id → (prompt index, Collector, inbox, results) of the call it belongs to
         if not quiet: print(f"{self.engine.spec.name}: {str(self.engine.runner.loaded.dtype).removeprefix('torch.')} on {self.engine.runner.device}. {self.engine.plan}", file=sys.stderr)
@@ -43,19 +42,11 @@ def _as_prompts(prompts) -> list:
 
 def encode(self: LLM, prompt) -> tuple:  # (text or None, token ids)
     "Tokenize a prompt. Raises `InvalidRequest` for anything that is not one."
-    if isinstance(prompt, dict):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown: raise InvalidRequest(f"a prompt has no field {', '.join(map(str, sorted(unknown, key=str)))}; known are prompt, prompt_token_ids, cache_salt")
-        ids = prompt.get("prompt_token_ids")
-        if ids is not None and not isinstance(ids, (list, tuple)): raise InvalidRequest(f"prompt_token_ids must be a list of token ids, got {type(ids).__name__}")
-        if ids is not None: return prompt.get("prompt"), list(ids)
-        prompt = prompt.get("prompt")
-    if isinstance(prompt, str):
-        if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
-        if not prompt: raise InvalidRequest("the prompt is empty; at least one token is needed")
-        return prompt, self.tokenizer(prompt).input_ids
-    if isinstance(prompt, (list, tuple)): return None, list(prompt)
-    raise InvalidRequest(f"a prompt must be text, token ids or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}")
+    text, ids, _ = read_prompt(prompt)
+    if ids is not None: return text, ids
+    if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
+    if not text: raise InvalidRequest("the prompt is empty; at least one token is needed")
+    return text, self.tokenizer(text).input_ids
 
 def _pairs(self: LLM, prompts, params, priority=None) -> list:
     "[(prompt, params, priority)], one per request."
