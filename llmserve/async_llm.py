@@ -134,24 +134,17 @@ class EngineLoop:
         elif isinstance(message, Stop):
             request = engine.requests.get(message.id)
             if request is None: return
-            if message.index is None: self.known.discard(message.id)
             for seq in request.sequences if message.index is None else [request.sequences[message.index]]: engine.finish(seq, message.reason)
             self._forget(message.id)
         else: self.send(self._call(message))
 
     def _call(self, message: Call) -> Answer:
-        engine, a = self.engine, message.arguments
+        engine = self.engine
+        methods = dict(sleep=engine.sleep, wake_up=engine.wake_up, compact=engine.compact, resize=engine.resize, reset_prefix_cache=engine.blocks.reset_prefix_cache, check_integrity=engine.scheduler.check_integrity,
+                       is_sleeping=lambda: engine.is_sleeping, num_used=lambda: engine.blocks.num_used)
         try:
-            if message.method == "sleep": value = engine.sleep(**a)
-            elif message.method == "wake_up": value = engine.wake_up()
-            elif message.method == "is_sleeping": value = engine.is_sleeping
-            elif message.method == "reset_prefix_cache": value = engine.blocks.reset_prefix_cache()
-            elif message.method == "compact": value = engine.compact()
-            elif message.method == "resize": value = engine.resize(**a)
-            elif message.method == "num_used": value = engine.blocks.num_used
-            elif message.method == "check_integrity": value = engine.scheduler.check_integrity()
-            else: raise ValueError(f"the engine has no method {message.method!r}")
-            return Answer(message.number, value)
+            if message.method not in methods: raise ValueError(f"the engine has no method {message.method!r}")
+            return Answer(message.number, methods[message.method](**message.arguments))
         except Exception as e: return Answer(message.number, None, str(e) or type(e).__name__)
 
     def _forget(self, request_id):
@@ -271,8 +264,13 @@ class AsyncLLM:
         self.settings, self.config = dict(model=model, **settings), engine_config(model, settings)
         self.max_num_queued_reqs, self.start_timeout = max_num_queued_reqs, start_timeout
         self.process = self.ready = self.tokenizer = self.dead = None
-        self.open, self.calls, self.stats, self.listeners, self.on_close, self.on_death = {}, {}, Stats(), [], [], []  # called with (News, open requests) before it is handed out; with a request that ended; when the engine died
+        self.open, self.calls, self._last, self.listeners, self.on_close, self.on_death = {}, {}, Stats(), [], [], []  # called with (News, open requests) before it is handed out; with a request that ended; when the engine died
         self._numbers, self._tasks, self._num_queued = itertools.count(), [], 0
+
+    @property
+    def stats(self) -> Stats:
+        "Of the last step; without requests nothing runs and no block is held, whatever it was then."
+        return self._last if self.open else Stats(num_blocks=self._last.num_blocks, sleeping=self._last.sleeping)
 
     @classmethod
     def from_engine_args(cls, config: EngineConfig):
@@ -301,9 +299,9 @@ class AsyncLLM:
         with _as_library(): self.process.start()
         self._loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(self._ended())
-        self.tokenizer = await asyncio.to_thread(lambda: load_tokenizer(self.config.tokenizer or find(self.config.model), self.config.trust_remote_code))
         first = asyncio.ensure_future(self.receiver.recv())
         try:
+            self.tokenizer = await asyncio.to_thread(lambda: load_tokenizer(self.config.tokenizer or find(self.config.model), self.config.trust_remote_code))
             await asyncio.wait({first, ended}, timeout=self.start_timeout, return_when=asyncio.FIRST_COMPLETED)
             if not first.done(): raise EngineDead("the engine's process ended before it was up" if ended.done() else f"the engine was not up after {self.start_timeout:.0f} s")
             message = msgspec.msgpack.decode(first.result(), type=From)
@@ -340,7 +338,7 @@ class AsyncLLM:
 
     def _take(self, message):
         if isinstance(message, News):
-            self.stats = message.stats
+            self._last = message.stats
             for listener in self.listeners: listener(message, self.open)
             for bit in message.bits: self._deliver(bit)
         elif isinstance(message, Refused):

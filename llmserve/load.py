@@ -194,20 +194,15 @@ async def overhead(
 ) -> list:  # one row
     "Over HTTP against `LLM.generate`."
     import aiohttp
-    import uvicorn
     from llmserve.async_llm import AsyncLLM
     from llmserve.core import SamplingParams
     from llmserve.llm import LLM
-    from llmserve.server import make_app
+    from llmserve.server import serving
     settings = {"max_model_len": input_len + output_len + 16, "max_num_seqs": clients, "kv_cache_memory": "512MiB", "enable_prefix_caching": False, **settings}
     offline = LLM(model, quiet=True, **settings)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     direct, http, ttft, prefill = [], [], [], []
-    async with AsyncLLM(model, **settings) as llm:
-        server = uvicorn.Server(uvicorn.Config(make_app(llm), port=0, log_level="error"))
-        task = asyncio.ensure_future(server.serve())
-        while not server.started: await asyncio.sleep(0.05)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    async with AsyncLLM(model, **settings) as llm, serving(llm) as url:
         for k in range(repeat + 1):
             some, few = questions(num=requests, input_len=input_len, output_len=output_len, seed=k), questions(num=8, input_len=input_len, output_len=4, seed=1000 + k)
             start = time.perf_counter()
@@ -216,13 +211,11 @@ async def overhead(
             outs = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False) for q in few]
             prefill += [o[0].metrics.ttft for o in outs]
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=3600)) as session:  # connections of the last round have timed out
-                send = lambda q: ask(session, url, model, q)
+                send = lambda q: ask(session, url + "/v1", model, q)
                 seen, seconds = await closed(send, some, clients)
                 assert not any(s.error for s in seen), next(s.error for s in seen if s.error)
                 http.append(sum(s.tokens for s in seen) / seconds)
                 ttft += [s.ttft for s in (await closed(send, few, 1))[0]]
-        server.should_exit = True
-        await task
     ratio = statistics.median(h / d for h, d in zip(http[1:], direct[1:]))
     return [dict(clients=clients, requests=requests, generate_tok_s=round(statistics.median(direct[1:]), 1), http_tok_s=round(statistics.median(http[1:]), 1), of_generate=round(ratio, 3), ttft_ms=round(1e3 * statistics.median(ttft[8:]), 2), prefill_ms=round(1e3 * statistics.median(prefill[8:]), 2),
                  added_ms=round(1e3 * (statistics.median(ttft[8:]) - statistics.median(prefill[8:])), 2))]

@@ -50,7 +50,6 @@ class Metrics:
         "Figures of a step."
         s, now, made = news.stats, time.monotonic(), 0
         add = lambda name, value: self.counters[name].inc(value) if value else None
-        self._state(s)
         self.histograms["iteration_tokens_total"].observe(s.tokens)
         self.histograms["step_seconds"].observe(s.seconds); self.histograms["schedule_seconds"].observe(s.scheduling)
         add("num_preemptions", s.preempted); add("swapped_out_blocks", s.swapped_out); add("swapped_in_blocks", s.swapped_in)
@@ -75,11 +74,6 @@ class Metrics:
         self.num_generated += made
         self.history.append((now, made))
 
-    def _state(self, s):
-        g = self.gauges
-        g["num_requests_running"].set(s.running); g["num_requests_waiting"].set(s.waiting); g["engine_sleep_state"].set(s.sleeping)
-        g["kv_cache_usage_perc"].set(s.used_blocks / s.num_blocks if s.num_blocks else 0)
-
     def on_close(self, some):
         "Figures of a request that ended."
         r, h, now = some.request, self.histograms, time.monotonic()
@@ -100,16 +94,17 @@ class Metrics:
         if longest > 1: h["request_time_per_output_token_seconds"].observe((last - first) / (longest - 1))
 
     def text(self) -> bytes:
-        if not self.llm.open: self.gauges["num_requests_running"].set(0)
+        g, s = self.gauges, self.llm.stats
+        g["num_requests_running"].set(s.running); g["num_requests_waiting"].set(s.waiting); g["engine_sleep_state"].set(s.sleeping)
+        g["kv_cache_usage_perc"].set(s.used_blocks / s.num_blocks if s.num_blocks else 0)
         return generate_latest(self.registry)
 
     def live(self) -> dict:
         "What the page draws."
         s, now = self.llm.stats, time.monotonic()
         recent = [(t, n) for t, n in self.history if t > now - 5]
-        busy = bool(self.llm.open)
-        return dict(running=s.running if busy else 0, waiting=s.waiting if busy else 0, open=len(self.llm.open), kv=s.used_blocks / s.num_blocks if s.num_blocks and busy else 0, tokens_per_second=sum(n for _, n in recent) / 5, generated=self.num_generated,
-                    step_ms=s.seconds * 1e3 if busy else 0, batch=s.tokens if busy else 0, hit_rate=self.num_hits / self.num_queries if self.num_queries else 0, acceptance=self.num_accepted / self.num_drafted if self.num_drafted else None,
+        return dict(running=s.running, waiting=s.waiting, open=len(self.llm.open), kv=s.used_blocks / s.num_blocks if s.num_blocks else 0, tokens_per_second=sum(n for _, n in recent) / 5, generated=self.num_generated,
+                    step_ms=s.seconds * 1e3, batch=s.tokens, hit_rate=self.num_hits / self.num_queries if self.num_queries else 0, acceptance=self.num_accepted / self.num_drafted if self.num_drafted else None,
                     sleeping=s.sleeping, dead=str(self.llm.dead) if self.llm.dead else None, model=self.model_name, plan=self.llm.ready.plan)
 
 # %% ../nbs/41_metrics.ipynb #bb9c0d8e

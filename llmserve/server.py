@@ -6,7 +6,7 @@
 __all__ = ['log', 'encode_json', 'Deadline', 'Gone', 'error_response', 'error_of', 'unless_left', 'all_of', 'EventStream',
            'event', 'Job', 'drain', 'merged', 'usage_of', 'finite', 'chat_logprobs', 'completion_logprobs', 'Endpoints',
            'completions', 'chat_jobs', 'message_of', 'chat', 'items_to_messages', 'responses', 'Door', 'make_app',
-           'serve']
+           'serving', 'serve']
 
 # %% ../nbs/40_server.ipynb #73dac938
 import asyncio
@@ -521,8 +521,7 @@ def make_app(
     async def responses_route(body: ResponsesRequest, http: Request): return await ends.responses(body, http)
     @app.get("/v1/models")
     async def models():
-        one = lambda name: dict(id=name, object="model", created=ends.created, owned_by="llmserve", root=llm.config.model, parent=None, max_model_len=llm.ready.max_model_len)
-        return dict(object="list", data=[one(ends.name)])
+        return dict(object="list", data=[dict(id=ends.name, object="model", created=ends.created, owned_by="llmserve", root=llm.config.model, parent=None, max_model_len=llm.ready.max_model_len)])
     @app.get("/v1/models/{name:path}")
     async def model(name: str):
         ends.check_model(name)
@@ -574,6 +573,21 @@ def make_app(
     app.add_middleware(Door, api_key=config.api_key, max_body_size=config.max_body_size)
     return app
 
+@contextlib.asynccontextmanager
+async def serving(
+    llm: AsyncLLM,  # started
+    config: ServerConfig | None = None,  # its host and port are not used
+):
+    "The server inside another program, on a free port of this machine: `async with serving(llm) as url`."
+    import uvicorn
+    server = uvicorn.Server(uvicorn.Config(make_app(llm, config), port=0, log_level="error"))
+    task = asyncio.ensure_future(server.serve())
+    while not server.started: await asyncio.sleep(0.02)
+    try: yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
 # %% ../nbs/40_server.ipynb #141a99b3
 async def serve(
     config: ServerConfig,
@@ -586,8 +600,7 @@ async def serve(
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
+    try: listener.bind((config.host, config.port))
     except OSError as e: raise ValueError(f"cannot listen on {config.host}:{config.port}: {e.strerror}") from e
     llm = AsyncLLM(max_num_queued_reqs=config.max_num_queued_reqs, **settings)
     status = 0
