@@ -564,7 +564,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'llmserve.load.largest': ('nbs/load.html#largest', 'llmserve/load.py'),
                                'llmserve.load.opened': ('nbs/load.html#opened', 'llmserve/load.py'),
                                'llmserve.load.overhead': ('nbs/load.html#overhead', 'llmserve/load.py'),
-                               'llmserve.load.percentile': ('nbs/load.html#percentile', 'llmserve/load.py'),
                                'llmserve.load.questions': ('nbs/load.html#questions', 'llmserve/load.py'),
                                'llmserve.load.summary': ('nbs/load.html#summary', 'llmserve/load.py'),
                                'llmserve.load.sweep': ('nbs/load.html#sweep', 'llmserve/load.py')},

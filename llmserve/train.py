@@ -122,21 +122,22 @@ class TargetLoss(torch.autograd.Function):
         out,  # [vocab, h]
         p,  # [m, vocab] float32
         rows,  # [n] which row of p is meant
-    ) -> tuple:  # loss, [n] most likely token
-        grad, best, total = torch.empty_like(x), torch.empty(len(x), dtype=torch.long), 0.0
+        right=None,  # [n] tokens whose ranks are wanted
+    ) -> tuple:  # loss, [n] most likely token, or the rank of `right` (0: the most likely)
+        grad, found, total = torch.empty_like(x), torch.empty(len(x), dtype=torch.long), 0.0
         for a in range(0, len(x), 128):
             here = slice(a, a + 128)
             z, q = F.linear(x[here].to(out.dtype), out).float(), p[rows[here]]
             lse = z.logsumexp(-1, keepdim=True)
             total += float(lse.sum() - torch.dot(q.flatten(), z.flatten()))
-            best[here] = z.argmax(-1)
+            found[here] = z.argmax(-1) if right is None else (z > z.gather(1, right[here, None])).sum(1)
             grad[here] = ((z - lse).exp_().sub_(q).to(out.dtype) @ out).to(x.dtype)
         ctx.save_for_backward(grad.div_(max(len(x), 1)))
-        ctx.mark_non_differentiable(best)
-        return torch.tensor(total / max(len(x), 1)), best
+        ctx.mark_non_differentiable(found)
+        return torch.tensor(total / max(len(x), 1)), found
 
     @staticmethod
-    def backward(ctx, g, _): return ctx.saved_tensors[0] * g.to(ctx.saved_tensors[0].dtype), None, None, None
+    def backward(ctx, g, _): return ctx.saved_tensors[0] * g.to(ctx.saved_tensors[0].dtype), None, None, None, None
 
 def target_rows(taught, d2t, out) -> tuple:  # p [places, tokens], [batch, length] which row of p or −1, [batch, length] the target's choice among the head's tokens or −1
     "What the target says, in the head's tokens."
@@ -209,12 +210,10 @@ def medusa_losses(heads: MedusaHeads, taught: Taught) -> tuple:
         here = torch.where(taught.says[:, :n - far], rows[:, far:], -1)
         counted = here >= 0
         x = block(taught.features[:, :n - far][counted].float())
-        part, _ = TargetLoss.apply(x, out, p, here[counted])
+        part, ranks = TargetLoss.apply(x, out, p, here[counted], best[:, far:][counted])
         loss = loss + 0.8**k * part
-        with torch.no_grad():
-            logits, right = F.linear(x.to(out.dtype), out).float(), best[:, far:][counted][:, None]
-            ranks, all = (logits > logits.gather(1, right)).sum(1), (taught.says[:, :n - far] & taught.says[:, far:]).sum()
-        agreement.append([float((ranks == r).sum() / all.clamp(min=1)) for r in range(8)])
+        places = (taught.says[:, :n - far] & taught.says[:, far:]).sum().clamp(min=1)
+        agreement.append([float((ranks == r).sum() / places) for r in range(8)])
     return loss, agreement
 
 def draft_losses(model, taught: Taught, out) -> tuple:
@@ -304,9 +303,10 @@ class Trainer:
         self.teacher = Teacher(model, lessons, self.student.config.layers if config.method == "eagle3" else ())
         self.embed, self.rotary = model.get_input_embeddings(), model.model.rotary_emb
         self.parameters = [p for p in self.student.parameters() if p.requires_grad]
-        matrices, rest = [p for p in self.parameters if p.dim() == 2], [p for p in self.parameters if p.dim() != 2]
-        self.optimizers = [torch.optim.Muon(matrices, config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if config.optimizer == "muon" else [torch.optim.AdamW(matrices, config.lr, betas=(0.9, 0.95), weight_decay=0.0)]
-        if rest: self.optimizers.append(torch.optim.AdamW(rest, config.lr, betas=(0.9, 0.95), weight_decay=0.0))
+        matrices = [p for p in self.parameters if p.dim() == 2 and config.optimizer == "muon"]
+        others = [p for p in self.parameters if not any(p is m for m in matrices)]
+        self.optimizers = [torch.optim.Muon(matrices, config.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
+        if others: self.optimizers.append(torch.optim.AdamW(others, config.lr, betas=(0.9, 0.95), weight_decay=0.0))
         self.seconds, self.step, self.tokens, self.history = 0.0, 0, 0, []
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / "checkpoint.pt").exists(): self.load()

@@ -2,6 +2,7 @@
 import functools
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -98,13 +99,15 @@ def step(engine):
     return updates
 
 
+SERVE = [sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve"]
+
+
 class Server:
     "`llmserve serve` in a process, on a port of its own."
     def __init__(self, *flags, model="smollm2-135m"):
         import re
         import subprocess
-        import sys
-        self.process = subprocess.Popen([sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve", str(model), "--port", "0", *flags], stderr=subprocess.PIPE, text=True,
+        self.process = subprocess.Popen([*SERVE, str(model), "--port", "0", *flags], stderr=subprocess.PIPE, text=True,
                                         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
         self.lines = []
         for line in self.process.stderr:

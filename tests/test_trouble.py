@@ -9,7 +9,7 @@ import time
 import httpx
 import psutil
 import pytest
-from conftest import Server
+from conftest import SERVE, Server
 
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
@@ -28,11 +28,11 @@ def url_of(server):
     return host, int(port)
 
 
-def raw(server, path, body, method="POST"):
+def raw(server, path, body, headers=None):
     "A connection with the request sent, and nothing read."
-    data = json.dumps(body).encode() if not isinstance(body, bytes) else body
-    s = socket.create_connection(url_of(server), timeout=20)
-    s.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    data, s = json.dumps(body).encode(), socket.create_connection(url_of(server), timeout=60)
+    lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(data), **(headers or {})}
+    s.sendall((f"POST {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n").encode() + data)
     return s
 
 
@@ -183,18 +183,11 @@ def test_key_and_name():
         assert httpx.get(s.url + "/v1/models", headers=key).json()["data"][0]["id"] == "house"
         assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="house", prompt="a", max_tokens=1), timeout=60).status_code == 200
         assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="barn", prompt="a", max_tokens=1)).status_code == 404
-        slow = raw_with(s, key, dict(LONG, model="house", max_tokens=60, stream=False))
+        slow = raw(s, "/v1/completions", dict(LONG, model="house", max_tokens=60, stream=False), key)
         time.sleep(0.5)
         assert s.stop() == 0, "told to stop while it answers"
         assert b'"completion_tokens":60' in read_all(slow), "an open request ends before the server does"
     finally: s.process.kill()
-
-
-def raw_with(server, headers, body):
-    data = json.dumps(body).encode()
-    s = socket.create_connection(url_of(server), timeout=60)
-    s.sendall((f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n").encode() + data)
-    return s
 
 
 def read_all(s):
@@ -242,10 +235,9 @@ def test_the_server_is_killed():
 
 def test_bad_starts():
     import subprocess
-    import sys
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
     for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "max_model_len")):
-        done = subprocess.run([sys.executable, "-c", "import sys; from llmserve.cli import main; sys.exit(main())", "serve", *flags], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and word in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr[-500:])
