@@ -109,6 +109,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'llmserve.beam._is_over': ('nbs/beam.html#_is_over', 'llmserve/beam.py'),
                                'llmserve.beam.advance': ('nbs/beam.html#advance', 'llmserve/beam.py')},
             'llmserve.bench': { 'llmserve.bench._extra_bytes': ('nbs/bench.html#_extra_bytes', 'llmserve/bench.py'),
+                                'llmserve.bench.acceptance_by_depth': ('nbs/bench.html#acceptance_by_depth', 'llmserve/bench.py'),
                                 'llmserve.bench.attention': ('nbs/bench.html#attention', 'llmserve/bench.py'),
                                 'llmserve.bench.beams': ('nbs/bench.html#beams', 'llmserve/bench.py'),
                                 'llmserve.bench.cascade': ('nbs/bench.html#cascade', 'llmserve/bench.py'),

@@ -11,7 +11,6 @@ __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_me
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
 import json
-import logging
 import os
 import struct
 import subprocess
@@ -149,6 +148,7 @@ def check_safetensors(folder):
 # %% ../nbs/01_models.ipynb #49bd7621
 def find(
     name,  # alias, folder, .gguf file, or Hugging Face id like "org/model"
+    weights: bool = True,  # False: of a Hugging Face id, only the small files
 ) -> Path:  # a folder that `transformers` can load
     "Turn a model's name into a local folder, fetching and converting where needed. Raises `InvalidModel`."
     if str(name) in ALIASES:
@@ -166,7 +166,7 @@ def find(
     known = f"aliases are {', '.join(ALIASES)}; otherwise give a folder, a .gguf file or a Hugging Face id like 'org/model'"
     if str(name).count("/") != 1 or str(name).startswith(("/", ".", "~")): raise InvalidModel(f"unknown model {str(name)!r}: no such file or folder; {known}")
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]))
+    try: return Path(snapshot_download(str(name), allow_patterns=[*["*.safetensors"] * weights, "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]))
     except Exception as e: raise InvalidModel(f"unknown model {str(name)!r}: not found on Hugging Face ({type(e).__name__}); {known}") from e
 
 # %% ../nbs/01_models.ipynb #fc156ea6
@@ -342,14 +342,14 @@ def load(
     model = model.eval().to(device)
     return LoadedModel(model, load_tokenizer(tokenizer or folder, trust_remote_code), probe(model, str(name)), folder, device, dtype)
 
-def load_tokenizer(folder, trust_remote_code: bool = False):
-    "The tokenizer in a folder, or None if there is none."
+def load_tokenizer(
+    name,  # as of `find`
+    trust_remote_code: bool = False,
+):
+    "The tokenizer that comes with a model, or None if its folder has none. Raises `InvalidModel`."
     import transformers
-    path = Path(folder)
-    if path.is_dir() and not any((path / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")): return None
-    log = logging.getLogger("huggingface_hub")  # its retries without a network are not for the user's eyes; the error is
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try: return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as e: raise InvalidModel(f"the tokenizer in {folder} cannot be loaded: {type(e).__name__}: {e}") from e
-    finally: log.setLevel(level)
+    try: path = Path(name) if Path(name).is_dir() and str(name) not in ALIASES else find(name, weights=False)
+    except InvalidModel as e: raise InvalidModel(f"no tokenizer {str(name)!r}: {e}") from e
+    if not any((path / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")): return None
+    try: return transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as e: raise InvalidModel(f"the tokenizer in {path} cannot be loaded: {type(e).__name__}: {e}") from e

@@ -109,6 +109,10 @@ def test_missing_weight_is_refused(tmp_path):
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(InvalidModel, match="up_proj"): models.load(path.parent)
 
+def test_a_tokenizer_by_name():
+    assert models.load_tokenizer("smollm2-135m").vocab_size == 49152
+    with pytest.raises(InvalidModel, match="no tokenizer 'nosuch': unknown model 'nosuch'"): models.load_tokenizer("nosuch")
+
 def test_broken_tokenizer_is_refused(tmp_path):
     folder = save(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{")
