@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['random_prompts', 'throughput', 'matmul_floor', 'floor_table', 'step_times', 'waste', 'memory', 'cascade',
-           'structured', 'sharing', 'beams', 'pressure', 'spec_prompts', 'spec', 'perplexity', 'gpu_attention',
-           'attention', 'scheduler', 'show']
+           'structured', 'sharing', 'beams', 'pressure', 'spec_prompts', 'spec', 'acceptance_by_depth', 'perplexity',
+           'gpu_attention', 'attention', 'scheduler', 'show']
 
 # %% ../nbs/50_bench.ipynb #9bec8d0f
 import json
@@ -306,7 +306,7 @@ def spec(
     adaptive: bool = False,  # let the engine choose how much is drafted
     **settings,
 ) -> list:  # one dict per method and batch (and kind)
-    "Each method against plain decoding in the same run: share of drafts that were kept, tokens per step (with the bonus token), speed, memory."
+    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (with the bonus token), speed, memory."
     from pathlib import Path
     from llmserve.core import EngineConfig, SamplingParams
     from llmserve.engine import Engine
@@ -329,13 +329,12 @@ def spec(
         c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, **settings})
         return Engine(c, Runner(c, loaded))
 
-    def run(engine, some):  # seconds of decoding steps, tokens, drafted, accepted, steps with a tree
+    def run(engine, some):  # seconds of decoding steps, tokens, and of each check how many tokens were drafted and how many accepted
         engine.records.clear()
-        sequences = [engine.add(p, params).sequences[0] for _, p in some]
+        for _, p in some: engine.add(p, params)
         while engine.has_work: engine.step()
         steps = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)]  # the others compute prompts
-        drafted = [d for r in engine.records for d in r.drafted]
-        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), sum(d[1] for d in drafted), sum(d[2] for d in drafted), len(drafted), [s.output_token_ids for s in sequences]
+        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted]
 
     engines = {"plain": make(None)} | {name: make(config) for name, config in methods.items()}
     for batch in batches:
@@ -345,16 +344,24 @@ def spec(
             for name, engine in engines.items():
                 found = run(engine, some)
                 for kind in {some[0][0], "all"} if batch == 1 or len({k for k, _ in some}) == 1 else {"all"}:
-                    t = totals.setdefault((kind, name), [0.0, 0, 0, 0, 0])
-                    for i in range(5): t[i] += found[i]
+                    t = totals.setdefault((kind, name), [0.0, 0, []])
+                    for i, x in enumerate(found): t[i] += x
         for kind in sorted({k for k, _ in totals} if by_kind else {"all"}):
             seconds, tokens, *_ = totals[kind, "plain"]
             plain = tokens / seconds
             for name in engines:
-                s, n, drafted, accepted, checks = totals[kind, name]
-                rows.append(dict(method=name, kind=kind, batch=batch, kept=round(accepted / max(drafted, 1), 3), tokens_per_check=round(1 + accepted / max(checks, 1), 2), tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2),
-                                 extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
+                s, n, checks = totals[kind, name]
+                accepted, rates = [a for _, a in checks], acceptance_by_depth([a for _, a in checks])
+                rows.append(dict(method=name, kind=kind, batch=batch, alpha=rates[0] if rates else 0.0, by_depth=" ".join(f"{x:.2f}" for x in rates[:5]), kept=round(sum(accepted) / max(sum(d for d, _ in checks), 1), 3), accepted_length=round(1 + sum(accepted) / max(len(checks), 1), 2),
+                                 tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2), extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
     return rows
+
+def acceptance_by_depth(
+    accepted: list,  # of each check, how many drafted tokens were accepted
+) -> list:  # share of the checks that reached depth d in which the token of depth d was accepted too
+    "How acceptance falls with depth: for a tree, whether any of its nodes was."
+    reached = [sum(a >= d for a in accepted) for d in range(max(accepted, default=0) + 1)]
+    return [round(more / some, 3) for some, more in zip(reached, reached[1:])]
 
 def _extra_bytes(engine) -> int:
     "Memory of a drafter: weights that are its own, and its K and V."
