@@ -369,7 +369,8 @@ def _extra_bytes(engine) -> int:
     drafter = getattr(drafter, "inner", drafter)
     if drafter is None: return 0
     model = getattr(drafter, "head", None) or getattr(drafter, "heads", None) or (drafter.loaded.model if hasattr(drafter, "loaded") else None)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) if model is not None else 0
+    shared = {p.data_ptr() for p in engine.runner.loaded.model.parameters()}
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in shared) if model is not None else 0
     return weights + (drafter.cache.num_bytes if hasattr(drafter, "cache") else 0)
 
 # %% ../nbs/50_bench.ipynb #c9f4060c

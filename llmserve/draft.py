@@ -336,5 +336,5 @@ def make_drafter(
         from llmserve.eagle import EagleDrafter
         return EagleDrafter(runner, method, **config)
     loaded = config.pop("model")
-    if isinstance(loaded, (str, bytes)) or hasattr(loaded, "__fspath__"): loaded = load(loaded, runner.config.dtype, runner.device)
+    if isinstance(loaded, (str, bytes)) or hasattr(loaded, "__fspath__"): loaded = load(loaded, runner.config.dtype, runner.device, target=runner.loaded.model)
     return ModelDrafter(runner, loaded, **config)

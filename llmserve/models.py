@@ -6,7 +6,7 @@
 __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_member', 'convert_gguf', 'check_gguf',
            'check_safetensors', 'find', 'attend_with', 'listener', 'attention', 'register', 'ModelSpec', 'check_config',
            'rope_types', 'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load',
-           'load_tokenizer']
+           'share_embeddings', 'load_tokenizer']
 
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
@@ -324,23 +324,38 @@ def load(
     device: str = "auto",
     tokenizer=None,  # a folder or id, if not the model's own
     trust_remote_code: bool = False,  # run code that comes with the model
+    target=None,  # the model whose embedding and output rows a draft model shares, where its config says `shares_embeddings`
 ) -> LoadedModel:
     "Load a model with the engine's attention. Raises `InvalidModel` for what cannot be read or served exactly."
     import transformers
     register()
-    transformers.utils.logging.disable_progress_bar()
+    say = transformers.utils.logging
+    say.disable_progress_bar()
     folder, device = find(name), choose_device(device)
     check_safetensors(folder)
     try: config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as e: raise InvalidModel(f"{folder}: cannot read config.json: {e}") from e
     check_config(config, str(name))
     dtype = choose_dtype(dtype, config, device)
+    shares, level = getattr(config, "shares_embeddings", False), say.get_verbosity()
+    if shares: say.set_verbosity_error()  # what is missing is told below
     try: model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="llmserve", trust_remote_code=trust_remote_code, output_loading_info=True)
     except Exception as e: raise InvalidModel(f"{name} ({config.model_type}) cannot be loaded: {type(e).__name__}: {e}") from e
+    finally: say.set_verbosity(level)
     absent = sorted(report.get("missing_keys") or []) + sorted(map(str, report.get("mismatched_keys") or []))
+    if shares: absent = share_embeddings(model, target, absent, str(name))
     if absent: raise InvalidModel(f"{name} ({config.model_type}): {len(absent)} weights are missing or of another shape, first {absent[0]}; transformers would fill them with random numbers")
     model = model.eval().to(device)
     return LoadedModel(model, load_tokenizer(tokenizer or folder, trust_remote_code), probe(model, str(name)), folder, device, dtype)
+
+def share_embeddings(model, target, absent: list, name: str) -> list:  # weights that are missing still
+    "Let a draft model read and write tokens by the rows of its target."
+    if target is None: raise InvalidModel(f"{name} is a draft model without an embedding of its own; it works beside its target only (speculative_config)")
+    theirs, mine = target.get_input_embeddings().weight, model.get_input_embeddings().weight
+    if theirs.shape != mine.shape: raise InvalidModel(f"{name} was made for a target with an embedding of {list(mine.shape)}; this one has {list(theirs.shape)}")
+    model.set_input_embeddings(target.get_input_embeddings())
+    model.set_output_embeddings(target.get_output_embeddings())
+    return [k for k in absent if "embed_tokens" not in k and "lm_head" not in k]
 
 def load_tokenizer(
     name,  # as of `find`

@@ -236,7 +236,7 @@ class TrainConfig:
     steps: int = 4  # of the training-time test
     medusa_heads: int = 4
     medusa_layers: int = 2
-    draft_layers: tuple = (0, 1, 14, 28, 29)  # of the target, in order
+    draft_layers: tuple | None = None  # of the target, in order; None: its first two and last two
     seed: int = 0
 
 METHODS = ("medusa", "eagle1", "eagle3", "draft")
@@ -250,12 +250,14 @@ def make_student(config: TrainConfig, model, lessons: list):
         import copy
         import transformers
         c = copy.deepcopy(target)
-        c.num_hidden_layers = len(config.draft_layers)
-        if getattr(c, "layer_types", None): c.layer_types = [target.layer_types[i] for i in config.draft_layers]
+        chosen = config.draft_layers or (0, 1, n - 2, n - 1)
+        if not all(0 <= i < n for i in chosen): raise ValueError(f"draft_layers are of the target's {n} layers, got {chosen}")
+        c.num_hidden_layers = len(chosen)
+        if getattr(c, "layer_types", None): c.layer_types = [target.layer_types[i] for i in chosen]
         student = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.float32)
         student.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
         student.model.norm.load_state_dict(model.model.norm.state_dict())
-        for a, i in zip(student.model.layers, config.draft_layers): a.load_state_dict(model.model.layers[i].state_dict())
+        for a, i in zip(student.model.layers, chosen): a.load_state_dict(model.model.layers[i].state_dict())
         student.requires_grad_(False)
         for part in (student.model.layers, student.model.norm): part.requires_grad_(True)
         return student
@@ -372,12 +374,12 @@ class Trainer:
     def export(self, folder=None, dtype=torch.bfloat16):
         "Write the result in the format that `speculative_config` reads; tied rows are left out."
         folder, s, c = Path(folder or self.folder), self.student, self.config
-        if c.method == "draft":
-            s.to(dtype).save_pretrained(folder)
-            return
-        about = dict(method=c.method, training=asdict(c) | dict(steps=self.step, tokens=self.tokens, seconds=round(self.seconds)))
+        about = dict(method=c.method, training=asdict(c) | dict(steps_done=self.step, tokens=self.tokens, seconds=round(self.seconds)))
         weights = {k: v.to(dtype) for k, v in s.state_dict().items()}
-        if c.method == "medusa":
+        if c.method == "draft":  # its embedding and output rows are the target's
+            own = {k: v for k, v in weights.items() if "embed_tokens" not in k and "lm_head" not in k}
+            save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, dtype=str(dtype).removeprefix("torch.")))
+        elif c.method == "medusa":
             rates = [[sum(h["agreement"][k][r] for h in self.history[-50:]) / len(self.history[-50:]) for r in range(8)] for k in range(c.medusa_heads)]
             weights = {k.removeprefix("blocks."): v for k, v in weights.items()}
             about |= dict(medusa_num_heads=c.medusa_heads, medusa_num_layers=c.medusa_layers, accuracy=[[round(x, 4) for x in line] for line in rates])

@@ -69,7 +69,9 @@ def matrix(*lists, keep=3):
 
 
 @functools.lru_cache(None)
-def loaded(model, dtype="float32"): return load(model, dtype)
+def _loaded(model, dtype): return load(model, dtype)
+
+def loaded(model, dtype="float32"): return _loaded(str(model), dtype)
 
 
 def make_engine(model, dtype="float32", **settings):

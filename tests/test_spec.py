@@ -266,6 +266,26 @@ def test_drawn_drafts_keep_the_distribution(tiny):
         assert chi2 < seen.sum() + 5 * (2 * seen.sum()) ** 0.5, (chi2, seen.sum())
 
 
+def test_a_draft_model_shares_the_rows_of_its_target(tiny, tmp_path):
+    "As train-head writes it: without an embedding; refused alone and beside a target of another size."
+    import torch
+
+    from llmserve.core import InvalidModel
+    from llmserve.train import TrainConfig, Trainer
+    target = hf_model(tiny("llama"))
+    trainer = Trainer(TrainConfig("draft", minutes=0, draft_layers=(0, 1, 2, 3)), target, [dict(tokens=[1] * 20, start=4)], tmp_path)
+    trainer.export(dtype=torch.float32)
+    engine = make_engine(tiny("llama"), max_model_len=128, speculative_config=dict(method="draft_model", model=str(tmp_path), num_speculative_tokens=4))
+    go(engine, [(prompt_of(20), GREEDY)])
+    drafted = [(n, a) for x in engine.records for _, n, a in x.drafted]
+    assert drafted and all(n == a for n, a in drafted)  # all layers, untrained: the target itself
+    draft = engine.runner.drafter.loaded.model
+    assert draft.get_input_embeddings() is loaded(str(tiny("llama"))).model.get_input_embeddings()
+    with pytest.raises(InvalidModel, match="beside its target only"): load(tmp_path)
+    with pytest.raises(InvalidModel, match=r"made for a target with an embedding of \[160, 64\]; this one has \[49152, 576\]"): load(tmp_path, target=loaded("smollm2-135m").model)
+    with pytest.raises(ValueError, match="of the target's 4 layers"): Trainer(TrainConfig("draft", draft_layers=(0, 9)), target, [], tmp_path / "b")
+
+
 HEADS = pathlib.Path(__file__).parents[1] / "data/heads"
 REAL = {"ngram": CONFIGS["ngram"], "suffix": CONFIGS["suffix"], "draft": dict(method="draft_model", model="draft", num_speculative_tokens=4), "medusa": dict(method="medusa", model="medusa", num_speculative_tokens=20),
         "eagle1 chain": dict(method="eagle", model="eagle1", num_speculative_tokens=5), "eagle1 static": dict(method="eagle", model="eagle1", num_speculative_tokens=20, tree="static"),
