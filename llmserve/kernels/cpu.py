@@ -17,6 +17,8 @@ if numba.config.THREADING_LAYER == "default":
     except ImportError: pass  # no libgomp on the system: numba takes what there is
 
 import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
 import numpy as np
 from numba import get_num_threads, njit, prange, set_num_threads, types
 from numba.extending import intrinsic, overload
@@ -28,18 +30,15 @@ from ..tasks import plan_tasks
 # %% ../../kernels/11_cpu.ipynb #af794884
 _fast = dict(fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="numpy", cache=True, nogil=True)  # sums may be reordered; a division is not checked, which would keep a loop from becoming SIMD
 
+_EXP2 = tuple(map(np.float32, (0.0018775767, 0.0089893397, 0.055826318, 0.24015361, 0.69315308, 0.99999994)))  # 2 ** f for f in [0, 1], highest power first
+
 @njit(inline="always", **_fast)
 def exp2(x):
     "2 ** x for float32, as straight-line arithmetic."
     x = min(max(x, np.float32(-126.0)), np.float32(126.0))
     n = np.floor(x)
     f = x - n
-    p = np.float32(0.0018775767)
-    p = p * f + np.float32(0.0089893397)
-    p = p * f + np.float32(0.055826318)
-    p = p * f + np.float32(0.24015361)
-    p = p * f + np.float32(0.69315308)
-    p = p * f + np.float32(0.99999994)
+    p = ((((_EXP2[0] * f + _EXP2[1]) * f + _EXP2[2]) * f + _EXP2[3]) * f + _EXP2[4]) * f + _EXP2[5]
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 # %% ../../kernels/11_cpu.ipynb #b0d2f5d8
@@ -176,8 +175,6 @@ LANES = 16
 @intrinsic(prefer_literal=True)
 def _multiply(context, rows, vectors, x, x0, x_row, m, m0, m_row, count, y, y0, y_row, add, ahead, shift):
     "y[y0 + r·y_row + lane] (+)= Σ_j x[x0 + r·x_row + j] · m[m0 + j·m_row + lane] for r < rows, j < count, lane < 16 · vectors; rows and vectors are constants. As much of m as is read is prefetched from m[ahead]."
-    from llvmlite import ir
-    from numba.core import cgutils
     f32, i32, i64, num_rows, num_vectors = ir.FloatType(), ir.IntType(32), ir.IntType(64), rows.literal_value, vectors.literal_value
     vector, integers, shorts = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES), ir.VectorType(ir.IntType(16), LANES)
     unroll = 1 if num_vectors > 1 else 4 if num_rows < 3 else 2  # enough independent sums to hide the latency of an addition, few enough for the registers
@@ -241,7 +238,6 @@ def _multiply(context, rows, vectors, x, x0, x_row, m, m0, m_row, count, y, y0, 
 @intrinsic
 def _prefetch(context, array, index):
     "Ask for the cache line of `array[index]`."
-    from llvmlite import ir
     def codegen(cg, builder, signature, args):
         data = cg.make_array(signature.args[0])(cg, builder, args[0]).data
         pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
@@ -287,19 +283,16 @@ def _tile_product(rows, x, x_row, x0, m, m_row, count, lanes, y, y0, y_row, add)
 # %% ../../kernels/11_cpu.ipynb #eeddd0e6
 HAS_BF16_DOT = bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
+class _BFloat(ir.Type):  # llvmlite has no name for it
+    def _to_string(self): return "bfloat"
+    def __eq__(self, other): return str(other) == "bfloat"
+    def __hash__(self): return hash("bfloat")
+
 @intrinsic(prefer_literal=True)
 def _multiply_pairs(context, rows, vectors, x, x0, x_row, m, m0, m_row, count, y, y0, y_row, add):
     "As `_multiply`, where each of the uint32 of x and m holds two bf16 that belong together; does nothing on processors without the instruction."
-    from llvmlite import ir
-    from numba.core import cgutils
     f32, i32, i64, num_rows, num_vectors = ir.FloatType(), ir.IntType(32), ir.IntType(64), rows.literal_value, vectors.literal_value
-
-    class BFloat(ir.Type):  # llvmlite has no name for it
-        def _to_string(self): return "bfloat"
-        def __eq__(self, other): return str(other) == "bfloat"
-        def __hash__(self): return hash("bfloat")
-
-    vector, integers, pairs = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES), ir.VectorType(BFloat(), 2 * LANES)
+    vector, integers, pairs = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES), ir.VectorType(_BFloat(), 2 * LANES)
 
     def codegen(cg, b, signature, args):
         if not HAS_BF16_DOT: return cg.get_dummy_value()
@@ -352,27 +345,59 @@ def _pair_queries(q, start, head, group, rows, out):
         source, row = q[start + r // group, head * group + r % group], out[r]
         for j in range(len(source) // 2): row[j] = pair(source[2 * j], source[2 * j + 1])
 
+@intrinsic
+def _zip(context, source, a, b, n, target, at):
+    "target[at + i] = source[a + i] and source[b + i] side by side; n is a multiple of 16. Does nothing for values that are not bf16."
+    i16, i32, i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+    halves, integers = ir.VectorType(i16, LANES), ir.VectorType(i32, LANES)
+
+    def codegen(cg, build, signature, args):
+        if signature.args[0].dtype != types.uint16: return cg.get_dummy_value()
+        (px, py), (a, b, n, at) = (cg.make_array(signature.args[k])(cg, build, args[k]).data for k in (0, 4)), (args[k] for k in (1, 2, 3, 5))
+        with cgutils.for_range(build, build.udiv(n, i64(LANES)), intp=i64) as loop:
+            i = build.mul(loop.index, i64(LANES))
+            low, high = (build.zext(build.load(build.bitcast(build.gep(px, [build.add(start, i)]), halves.as_pointer()), align=2), integers) for start in (a, b))
+            both = build.or_(low, build.shl(high, ir.Constant(integers, [16] * LANES)))
+            build.store(both, build.bitcast(build.gep(py, [build.add(at, i)]), integers.as_pointer()), align=4)
+        return cg.get_dummy_value()
+    i = types.int64
+    return types.void(source, i, i, i, target, i), codegen
+
 @njit(**_fast)
 def _pair_tile(codes, at, shape, n, is_key, tile, tile_row):
     "One head's page as pairs: of channels for K (`[head_dim / 2, block_size]`), of tokens for V (`[n / 2, head_dim]`, an odd last token with zeros)."
     size, dim = shape
     width, rows = (size, dim // 2) if is_key else (dim, (n + 1) // 2)
-    source = codes[at:at + size * dim].reshape(size * dim // width, width)
+    whole = width // LANES * LANES
     for j in range(rows):
-        target, a, b = tile[j * tile_row:j * tile_row + width], source[2 * j], source[min(2 * j + 1, len(source) - 1)]
+        a, to = at + 2 * j * width, j * tile_row
         if is_key or 2 * j + 1 < n:
-            for i in range(width): target[i] = pair(a[i], b[i])
+            _zip(codes, a, a + width, whole, tile, to)
+            for i in range(whole, width): tile[to + i] = pair(codes[a + i], codes[a + width + i])
         else:
-            for i in range(width): target[i] = pair(a[i], a[i]) & np.uint32(0xFFFF)
+            for i in range(width): tile[to + i] = pair(codes[a + i], codes[a + i]) & np.uint32(0xFFFF)
+
+@intrinsic
+def _round_row(context, row, n, out):
+    "out[j] = row[2j] and row[2j + 1] in bf16, n values, a multiple of 16; does nothing on processors without the instruction."
+    f32, i16, i64 = ir.FloatType(), ir.IntType(16), ir.IntType(64)
+    vector = ir.VectorType(f32, LANES)
+
+    def codegen(cg, b, signature, args):
+        if not HAS_BF16_DOT: return cg.get_dummy_value()
+        source, target = (cg.make_array(signature.args[k])(cg, b, args[k]).data for k in (0, 2))
+        with cgutils.for_range(b, b.udiv(args[1], i64(LANES)), intp=i64) as loop:
+            at = b.mul(loop.index, i64(LANES))
+            values = b.load(b.bitcast(b.gep(source, [at]), vector.as_pointer()), align=4)
+            rounded = b.fptrunc(values, ir.VectorType(_BFloat(), LANES))
+            b.store(b.bitcast(rounded, ir.VectorType(i16, LANES)), b.bitcast(b.gep(target, [b.udiv(at, i64(2))]), ir.VectorType(i16, LANES).as_pointer()), align=4)
+        return cg.get_dummy_value()
+    return types.void(row, types.int64, out), codegen
 
 @njit(**_fast)
 def _pair_weights(scores, rows, n, out):
-    "out[r, j] = weights 2j and 2j + 1 in bf16; an odd last one with zero."
-    like = np.uint16(0)
-    for r in range(rows):
-        source, row = scores[r], out[r]
-        for j in range(n // 2): row[j] = pair(narrow(source[2 * j], like), narrow(source[2 * j + 1], like))
-        if n % 2: row[n // 2] = np.uint32(narrow(source[n - 1], like))
+    "out[r, j] = weights 2j and 2j + 1 in bf16, up to a whole vector."
+    for r in range(rows): _round_row(scores[r], (n + LANES - 1) // LANES * LANES, out[r])
 
 @njit(**_fast)
 def _scale_rows(scores, rows, n, factor):
@@ -484,8 +509,6 @@ def _mask(scores, rows, group, query, first, n, context, positions, ancestors, i
 @intrinsic
 def _largest(context, row, n):
     "The largest of row[:n]; n is a multiple of 16. Numba's own loop takes one value at a time, since a maximum of floats is not associative where NaN is."
-    from llvmlite import ir
-    from numba.core import cgutils
     f32, i64 = ir.FloatType(), ir.IntType(64)
     vector = ir.VectorType(f32, LANES)
 
@@ -498,6 +521,33 @@ def _largest(context, row, n):
             b.store(b.call(larger, [b.load(top), values]), top)
         return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(f32, [vector]), f"llvm.vector.reduce.fmax.v{LANES}f32"), [b.load(top)])
     return types.float32(row, types.int64), codegen
+
+@intrinsic
+def _exponentiate(context, row, n, factor, base):
+    "row[:n] becomes 2 ** (row * factor - base), which is at most 1; → the sum. n is a multiple of 16. As `exp2`, in whole vectors."
+    f32, i32, i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+    vector, integers = ir.VectorType(f32, LANES), ir.VectorType(i32, LANES)
+    def all_lanes(value, kind=vector): return ir.Constant(kind, [float(value) if kind is vector else value] * LANES)
+
+    def codegen(cg, b, signature, args):
+        data, n = cg.make_array(signature.args[0])(cg, b, args[0]).data, args[1]
+        function = lambda name, count: cgutils.get_or_insert_function(b.module, ir.FunctionType(vector, [vector] * count), f"llvm.{name}.v{LANES}f32")
+        spread = lambda x: b.shuffle_vector(b.insert_element(ir.Constant(vector, ir.Undefined), x, i32(0)), ir.Constant(vector, ir.Undefined), all_lanes(0, integers))
+        fma, floor, factor, base = function("fma", 3), function("floor", 1), spread(args[2]), spread(b.fneg(args[3]))
+        total = cgutils.alloca_once_value(b, all_lanes(0.0))
+        with cgutils.for_range(b, b.udiv(n, i64(LANES)), intp=i64) as loop:
+            at = b.bitcast(b.gep(data, [b.mul(loop.index, i64(LANES))]), vector.as_pointer())
+            x = b.call(fma, [b.load(at, align=4), factor, base])
+            x = b.select(b.fcmp_ordered(">", x, all_lanes(-126.0)), x, all_lanes(-126.0))
+            whole = b.call(floor, [x])
+            f, p = b.fsub(x, whole), all_lanes(_EXP2[0])
+            for c in _EXP2[1:]: p = b.call(fma, [p, f, all_lanes(c)])
+            e = b.bitcast(b.add(b.bitcast(p, integers), b.shl(b.fptosi(whole, integers), all_lanes(23, integers))), vector)  # the whole part goes into the exponent
+            b.store(e, at, align=4)
+            b.store(b.fadd(b.load(total), e), total)
+        add = cgutils.get_or_insert_function(b.module, ir.FunctionType(f32, [f32, vector]), f"llvm.vector.reduce.fadd.v{LANES}f32")
+        return b.call(add, [f32(0.0), b.load(total)], fastmath=("reassoc",))
+    return types.float32(row, types.int64, types.float32, types.float32), codegen
 
 @njit(**_fast)
 def _softmax_step(scores, rows, n, factor, m, l, acc):
@@ -512,12 +562,7 @@ def _softmax_step(scores, rows, n, factor, m, l, acc):
             l[r] *= shrink
             for d in range(len(a)): a[d] *= shrink
             m[r] = top
-        base, total = max(m[r], np.float32(-1e28)), np.float32(0)  # all masked so far: weights become 2^-126, that is nothing
-        for t in range(n):
-            e = exp2(s[t] * factor - base)
-            s[t] = e
-            total += e
-        l[r] += total
+        l[r] += _exponentiate(s, padded, factor, max(m[r], np.float32(-1e28)))  # all masked so far: weights become 2^-126, that is nothing
 
 @njit(**_fast)
 def _scale_columns(scores, rows, column, n, scales, at, factor):
