@@ -66,11 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
         add_flags(p, EngineConfig, ENGINE_FLAGS)
     train = commands.add_parser("train-head", help="train a drafter for a model, on what the model itself says")
     train.add_argument("--model", default="smollm2-135m", help="default: smollm2-135m")
-    train.add_argument("--method", default="eagle3", choices=("medusa", "eagle1", "eagle3", "draft"), help="default: eagle3")
+    train.add_argument("--method", nargs="+", default=["eagle3"], choices=("medusa", "eagle1", "eagle3", "draft"), help="one or several, which learn from the same looks at the model; default: eagle3")
     train.add_argument("--minutes", type=float, default=20.0, help="of training, over all calls with the same folder; default: 20")
-    train.add_argument("--lr", type=float, default=1e-3, help="default: 0.001")
+    train.add_argument("--lr", type=float, help="default: 0.002, and 0.001 for a draft model")
     train.add_argument("--batch", type=int, default=4, help="conversations of a step; default: 4")
-    train.add_argument("--out", help="folder; default: data/heads/MODEL-METHOD")
+    train.add_argument("--out", default="data/heads", help="folder in which each head becomes a folder MODEL-METHOD; default: data/heads")
     train.add_argument("--lessons", help="file of lessons, written if it is not there")
     train.add_argument("--num-lessons", type=int, default=2000, help="conversations to write; default: 2000")
     serve = commands.add_parser("serve", help="OpenAI endpoints over HTTP")
@@ -209,7 +209,7 @@ def run_demo(args) -> int:
 # %% ../nbs/60_cli.ipynb #38728475
 def run_train(args) -> int:
     from llmserve.train import train_head
-    print(json.dumps(train_head(args.model, args.method, args.out, args.lessons, args.num_lessons, minutes=args.minutes, lr=args.lr, batch=args.batch)))
+    for row in train_head(args.model, args.method, args.out, args.lessons, args.num_lessons, minutes=args.minutes, lr=args.lr, batch=args.batch): print(json.dumps(row))
     return 0
 
 def run_load(args) -> list:
