@@ -753,6 +753,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'llmserve.sampling.SamplingRow.plain': ('nbs/sampling.html#samplingrow.plain', 'llmserve/sampling.py'),
                                    'llmserve.sampling.SamplingRow.position': ( 'nbs/sampling.html#samplingrow.position',
                                                                                'llmserve/sampling.py'),
+                                   'llmserve.sampling._draw': ('nbs/sampling.html#_draw', 'llmserve/sampling.py'),
                                    'llmserve.sampling._mix': ('nbs/sampling.html#_mix', 'llmserve/sampling.py'),
                                    'llmserve.sampling.best_continuations': ('nbs/sampling.html#best_continuations', 'llmserve/sampling.py'),
                                    'llmserve.sampling.best_logprobs': ('nbs/sampling.html#best_logprobs', 'llmserve/sampling.py'),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numba import njit
 
 from .core import Logprob, SamplingParams
 
@@ -83,9 +84,12 @@ def column(rows, name, logits): return torch.tensor([getattr(r.params, name) for
 def target_probs(
     logits: torch.Tensor,  # [rows, vocab] float32, after `penalize`
     rows: list,  # SamplingRow per row, all with temperature > 0
+    own: bool = False,  # the logits may be overwritten
 ) -> torch.Tensor:  # [rows, vocab] probabilities; what is cut off is exactly 0
     "The distribution each row is drawn from: temperature, min-p, top-k, top-p."
-    logits = logits / column(rows, "temperature", logits)
+    if any(r.params.temperature != 1 for r in rows):
+        heat = column(rows, "temperature", logits)
+        logits = logits.div_(heat) if own else logits / heat
     vocab = logits.shape[-1]
     min_p, top_p = column(rows, "min_p", logits), column(rows, "top_p", logits)
     if (min_p > 0).any():
@@ -108,11 +112,41 @@ def target_probs(
     return probs
 
 # %% ../nbs/02_sampling.ipynb #ca1f479f
+@njit(fastmath={"reassoc"}, cache=True, nogil=True)
+def _draw(probs, u, out):
+    rows, vocab = probs.shape
+    size = 256
+    sums = np.empty(-(-vocab // size))
+    for r in range(rows):
+        row, total = probs[r], 0.0
+        for b in range(len(sums)):
+            some = 0.0
+            for t in range(b * size, min(b * size + size, vocab)): some += np.float64(row[t])
+            sums[b] = some
+            total += some
+        target, b, below = u[r] * total, 0, 0.0
+        while b < len(sums) - 1 and below + sums[b] <= target:
+            below += sums[b]
+            b += 1
+        found = -1
+        while found < 0 and b >= 0:  # the last token of a block that is possible at all, if rounding puts the number behind them
+            for t in range(b * size, min(b * size + size, vocab)):
+                if row[t] > 0:
+                    found = t
+                    below += np.float64(row[t])
+                    if below > target: break
+            b -= 1
+        out[r] = max(found, 0)
+
 def draw(
     probs: torch.Tensor,  # [rows, vocab] probabilities (they need not sum to exactly 1)
     u,  # [rows] float64 in [0, 1)
 ) -> torch.Tensor:  # [rows] token ids
     "One token per row, by inverting the cumulative distribution."
+    if probs.device.type == "cpu":
+        out = np.empty(len(probs), np.int64)
+        _draw(np.ascontiguousarray(probs.numpy()), np.asarray(u, np.float64), out)
+        return torch.from_numpy(out)
     total = probs.cumsum(-1, dtype=torch.float64)
     target = torch.as_tensor(u, dtype=torch.float64, device=probs.device)[:, None] * total[:, -1:]
     return torch.searchsorted(total, target, right=True).clamp(max=probs.shape[-1] - 1)[:, 0]
@@ -140,17 +174,15 @@ def sample(
     "Choose one token per row. Rows do not influence each other."
     raw = logits
     if not all(r.plain for r in rows):
-        logits = logits.float().clone()
+        logits = logits.to(torch.float32, copy=True)
         penalize(logits, rows)
-    tokens = argmax(logits)
     random = [i for i, r in enumerate(rows) if r.params.temperature > 1e-5]
+    tokens = argmax(logits).tolist() if len(random) < len(rows) else [0] * len(rows)
     if random:
         chosen = [rows[i] for i in random]
-        where = torch.tensor(random, device=logits.device)
-        probs = target_probs(logits[where].float(), chosen)
-        u = uniform([r.seed for r in chosen], [r.position for r in chosen])
-        tokens[where] = draw(probs, u)
-    tokens = tokens.tolist()
+        hot = (logits if len(random) == len(rows) else logits[torch.tensor(random, device=logits.device)]).float()
+        probs = target_probs(hot, chosen, own=hot is not raw)
+        for i, token in zip(random, draw(probs, uniform([r.seed for r in chosen], [r.position for r in chosen])).tolist()): tokens[i] = token
     logprobs = [None if r.params.logprobs is None else best_logprobs(raw[i], tokens[i], r.params.logprobs) for i, r in enumerate(rows)]
     return tokens, logprobs
 

@@ -65,9 +65,9 @@ def _decide(logits, at: list, rows: list, drafted: list, argmax) -> tuple:  # to
     drawn = [i for i, d in enumerate(drafted) if d is not None and rows[i].params.temperature > 1e-5]
     if drawn:
         chosen = [rows[i] for i in drawn]
-        lines_f = lines[torch.tensor(drawn, device=logits.device)].float().clone()
+        lines_f = lines[torch.tensor(drawn, device=logits.device)].float()
         penalize(lines_f, chosen)
-        p = target_probs(lines_f, chosen)
+        p = target_probs(lines_f, chosen, own=True)
         q = torch.stack([drafted[i][1] for i in drawn]).to(p)
         x = torch.tensor([drafted[i][0] for i in drawn], device=p.device)[:, None]
         seeds, positions = [r.seed for r in chosen], [r.position for r in chosen]
@@ -88,10 +88,10 @@ def _typical_path(logits, first: int, tree: TokenTree, row: SamplingRow, epsilon
     parents = sorted(set(tree.parents))
     prefix = {-1: []}
     for i, parent in enumerate(tree.parents): prefix[i] = prefix[parent] + [tree.tokens[i]]
-    lines = logits[torch.tensor([first + 1 + n for n in parents], device=logits.device)].float().clone()
+    lines = logits[torch.tensor([first + 1 + n for n in parents], device=logits.device)].float()
     some = [_after(row, prefix[n]) for n in parents]
     penalize(lines, some)
-    p = target_probs(lines, some)
+    p = target_probs(lines, some, own=True)
     entropy = -(p * p.clamp(min=1e-20).log()).sum(-1)
     limit = torch.minimum(torch.full_like(entropy, epsilon), delta * torch.exp(-entropy)).tolist()
     line = {n: j for j, n in enumerate(parents)}

@@ -86,7 +86,7 @@ def test_greedy_follows_the_largest():
 def test_a_planted_mistake_is_caught(monkeypatch):
     real = verify_module.target_probs
     with monkeypatch.context() as m:  # p and q swapped in the acceptance
-        m.setattr(verify_module, "target_probs", lambda logits, rows: QS["far"].expand(len(rows), V).clone())
+        m.setattr(verify_module, "target_probs", lambda logits, rows, own=False: QS["far"].expand(len(rows), V).clone())
         found = run_chain(SamplingParams(), QS["far"])
         with pytest.raises(AssertionError): check(found, SamplingParams())
     with monkeypatch.context() as m:  # what is left is not made smaller: p instead of p − q
