@@ -508,8 +508,14 @@ def shutdown(self: AsyncLLM, timeout: float = 5.0):
 
 for _f in (tokenize, stream, begin, submit, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
 
-async def sleep(self: AsyncLLM, level: int = 1): await self.call("sleep", level=level)
-async def wake_up(self: AsyncLLM): await self.call("wake_up")
+async def sleep(self: AsyncLLM, level: int = 1):
+    await self.call("sleep", level=level)
+    self._last.sleeping = level
+
+async def wake_up(self: AsyncLLM):
+    await self.call("wake_up")
+    self._last.sleeping = 0
+
 async def is_sleeping(self: AsyncLLM) -> bool: return await self.call("is_sleeping")
 async def reset_prefix_cache(self: AsyncLLM): await self.call("reset_prefix_cache")
 

@@ -610,13 +610,21 @@ async def serve(
         server = uvicorn.Server(uvicorn.Config(make_app(llm, config), log_level="warning", access_log=config.access_log, timeout_graceful_shutdown=config.shutdown_timeout, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,
                                                timeout_keep_alive=60, h11_max_incomplete_event_size=1 << 16))
 
-        def died():
+        def give_up():
             nonlocal status
+            status = 1
+            asyncio.get_running_loop().call_later(0.5, setattr, server, "should_exit", True)
+
+        async def start_again():
+            try: await llm.restart()
+            except Exception as e:
+                log.error("the engine did not start again: %s", e)
+                give_up()
+
+        def died():
             log.error("%s", llm.dead)
-            if config.on_engine_failure == "restart": asyncio.ensure_future(llm.restart())
-            else:
-                status = 1
-                asyncio.get_running_loop().call_later(0.5, setattr, server, "should_exit", True)
+            if config.on_engine_failure == "restart": llm.restarting = asyncio.ensure_future(start_again())  # kept, or it might be collected
+            else: give_up()
         llm.on_death.append(died)
         server.capture_signals = contextlib.nullcontext  # uvicorn would raise the signal again at the end; a graceful end has status 0
         for s in (signal.SIGINT, signal.SIGTERM): asyncio.get_running_loop().add_signal_handler(s, server.handle_exit, s, None)

@@ -225,6 +225,21 @@ def test_the_engine_is_killed(then):
     finally: s.process.kill()
 
 
+def test_the_engine_does_not_come_back():
+    "What was started in place of a dead engine dies too: the server says so and ends, so that whoever watches it can act."
+    s = Server("--kv-cache-memory", "64MiB", "--max-model-len", "256", "--on-engine-failure", "restart")
+    try:
+        first = s.engine_pid
+        os.kill(first, signal.SIGKILL)
+        def second():
+            try: return s.engine_pid != first and s.engine_pid
+            except (StopIteration, psutil.NoSuchProcess): return None
+        assert wait_until(second, 20)
+        os.kill(second(), signal.SIGKILL)
+        assert s.process.wait(20) == 1 and "did not start again" in "".join(s.lines)
+    finally: s.process.kill()
+
+
 def test_the_server_is_killed():
     "Its engine does not live on."
     s = Server("--kv-cache-memory", "64MiB", "--max-model-len", "256")
