@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TASKS', 'THINGS', 'ACTIONS', 'OPENINGS', 'METHODS', 'set_task', 'write_lessons', 'frequent_tokens', 'Taught',
            'Teacher', 'TargetLoss', 'target_rows', 'dense_attention', 'eagle_losses', 'medusa_losses', 'draft_losses',
-           'TrainConfig', 'make_student', 'Trainer', 'train_together', 'train_head']
+           'TrainConfig', 'first_guesses', 'make_student', 'Trainer', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import json
@@ -54,23 +54,25 @@ def write_lessons(
     seed: int = 0,
 ) -> list:  # {"tokens": ids of the whole conversation, "start": where the answer begins}
     "Conversations of the model with itself: a quarter of the prompts are drawn from the template's opening, the others are tasks about texts that it writes outside of any conversation; of three answers two are greedy and one is drawn."
-    dice = random.Random(seed)
+    dice, quarter = random.Random(seed), -(-num // 4)
     tok, mark = llm.tokenizer, "\x00"
     render = lambda text: tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
     opening, _, rest = render(mark).partition(mark)
     end = tok(rest, add_special_tokens=False).input_ids[0]
     opening, bridge = (tok(x, add_special_tokens=False).input_ids for x in (opening, rest))
-    draw = [SamplingParams(temperature=1.0, min_p=0.02, max_tokens=96, seed=seed * 1_000_003 + i, stop_token_ids=[end], detokenize=False) for i in range(-(-num // 4))]
+    draw = [SamplingParams(temperature=1.0, min_p=0.02, max_tokens=96, seed=seed * 1_000_003 + i, stop_token_ids=[end], detokenize=False) for i in range(quarter)]
     asked = [[t for t in o.outputs[0].token_ids if t != end] for o in llm.generate([opening] * len(draw), draw, use_tqdm=False)]
 
     def answer(prompts):
         params = [SamplingParams(temperature=0.7 if i % 3 == 0 else 0.0, max_tokens=answer_len, seed=i, detokenize=False) for i in range(len(prompts))]
         return [dict(tokens=p + o.outputs[0].token_ids, start=len(p)) for p, o in zip(prompts, llm.generate(prompts, params, use_tqdm=False))]
     blank = next(([i] for i in (tok.get_vocab().get("<|endoftext|>"), tok.bos_token_id) if i is not None), [])  # what stands before a document
-    begun = [dice.choice(OPENINGS) for _ in range(-(-num // 4))]
-    write = [SamplingParams(temperature=0.9, top_p=0.95, max_tokens=144, seed=seed * 1_000_003 + i) for i in range(len(begun))]
+    begun = [dice.choice(OPENINGS) for _ in range(quarter)]
+    write = [SamplingParams(temperature=0.9, top_p=0.95, max_tokens=144, seed=seed * 1_000_003 + i) for i in range(quarter)]
     texts = [b + o.outputs[0].text for b, o in zip(begun, llm.generate([blank + tok(b, add_special_tokens=False).input_ids for b in begun], write, use_tqdm=False))]
-    return [x for x in answer([opening + x + bridge for x in asked if 4 <= len(x) < 96] + [tok(render(set_task(t, dice)), add_special_tokens=False).input_ids[-384:] for t in texts for _ in range(3)]) if len(x["tokens"]) - x["start"] >= 8]
+    invented = [opening + x + bridge for x in asked if 4 <= len(x) < 96]
+    tasks = [tok(render(set_task(t, dice)), add_special_tokens=False).input_ids[-384:] for t in texts for _ in range(3)]
+    return [x for x in answer(invented + tasks) if len(x["tokens"]) - x["start"] >= 8]
 
 #| export
 def frequent_tokens(lessons: list, num: int, vocab_size: int) -> torch.Tensor:  # [num] sorted ids
@@ -243,7 +245,15 @@ class TrainConfig:
     draft_layers: tuple | None = None  # of the target, in order; None: its first four
     seed: int = 0
 
+    def __post_init__(self):
+        if self.method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.optimizer not in ("muon", "adamw"): raise ValueError(f"optimizer must be muon or adamw, got {self.optimizer!r}")
+
 METHODS = ("medusa", "eagle1", "eagle3", "draft")
+
+def first_guesses(agreement: list) -> list:
+    "How often the best guess of each depth is right; Medusa's heads tell it by rank."
+    return [x[0] if isinstance(x, list) else x for x in agreement]
 
 def make_student(config: TrainConfig, model, lessons: list):
     "A head or draft model to be trained, started from the target's own weights where they fit."
@@ -304,8 +314,6 @@ class Trainer:
         lessons: list,
         folder,  # for checkpoints and the result
     ):
-        if config.method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {config.method!r}")
-        if config.optimizer not in ("muon", "adamw"): raise ValueError(f"optimizer must be muon or adamw, got {config.optimizer!r}")
         self.lr = config.lr or (1e-3 if config.method == "draft" else 2e-3)
         self.config, self.lessons, self.folder = config, lessons, Path(folder)
         self.student = make_student(config, model, lessons)
@@ -313,7 +321,7 @@ class Trainer:
         self.embed, self.rotary = model.get_input_embeddings(), model.model.rotary_emb
         self.parameters = [p for p in self.student.parameters() if p.requires_grad]
         matrices = [p for p in self.parameters if p.dim() == 2 and config.optimizer == "muon"]
-        others = [p for p in self.parameters if not any(p is m for m in matrices)]
+        others = [p for p in self.parameters if p.dim() != 2 or config.optimizer != "muon"]
         self.optimizers = [torch.optim.Muon(matrices, self.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
         if others: self.optimizers.append(torch.optim.AdamW(others, self.lr, betas=(0.9, 0.95), weight_decay=0.0))
         self.seconds, self.step, self.tokens, self.history = 0.0, 0, 0, []
@@ -400,9 +408,8 @@ def train_together(
             for t in trainers: t.learn(taught, share)
             for t in trainers: t.seconds = before + time.monotonic() - began
             if bar is not None:
-                first = lambda t: t.history[-1]["agreement"][0][0] if t.config.method == "medusa" else t.history[-1]["agreement"][0]
                 bar.n = min(round(lead.seconds), round(total))
-                bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first(t):.2f}" for t in trainers))
+                bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first_guesses(t.history[-1]['agreement'])[0]:.2f}" for t in trainers))
             if time.monotonic() - saved > 180:
                 for t in trainers: t.save()
                 saved = time.monotonic()
@@ -425,9 +432,7 @@ def train_head(
     import transformers
     from llmserve.llm import LLM
     from llmserve.models import find
-    methods = [method] if isinstance(method, str) else list(method)
-    for m in methods:
-        if m not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {m!r}")
+    configs = [TrainConfig(m, **settings) for m in ([method] if isinstance(method, str) else method)]
     path = Path(lessons) if lessons else Path(out) / f"lessons-{Path(model).name}.jsonl"
     if not path.exists():
         began = time.monotonic()
@@ -439,11 +444,11 @@ def train_head(
         del llm
     data = [json.loads(line) for line in path.read_text().splitlines()]
     target = transformers.AutoModelForCausalLM.from_pretrained(find(model), dtype=torch.bfloat16, attn_implementation="sdpa").eval().requires_grad_(False)
-    trainers = [Trainer(TrainConfig(m, **settings), target, data, Path(out) / f"{Path(model).name}-{m}") for m in sorted(methods, key=lambda m: m != "eagle3")]  # the features of EAGLE-3 hold what the others need
+    trainers = [Trainer(c, target, data, Path(out) / f"{Path(model).name}-{c.method}") for c in sorted(configs, key=lambda c: c.method != "eagle3")]  # the features of EAGLE-3 hold what the others need
     train_together(trainers, progress)
-    done, first = [], lambda h: [x[0] if isinstance(x, list) else x for x in h["agreement"]]
+    done = []
     for t in trainers:
         t.export()
         last = t.history[-20:]
-        done.append(dict(method=t.config.method, steps=t.step, tokens=t.tokens, seconds=round(t.seconds), loss=round(sum(h["loss"] for h in last) / len(last), 3), agreement=[round(sum(x) / len(last), 3) for x in zip(*map(first, last))], folder=str(t.folder)))
+        done.append(dict(method=t.config.method, steps=t.step, tokens=t.tokens, seconds=round(t.seconds), loss=round(sum(h["loss"] for h in last) / len(last), 3), agreement=[round(sum(x) / len(last), 3) for x in zip(*(first_guesses(h["agreement"]) for h in last))], folder=str(t.folder)))
     return done
