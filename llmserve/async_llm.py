@@ -131,6 +131,9 @@ class EngineLoop:
                 if message.arrival: request.arrival_time = message.arrival
                 self.known.add(message.id)
             except ValueError as e: self.send(Refused(message.id, str(e)))
+            except Exception as e:
+                log.exception("a request could not be taken")
+                self.send(Refused(message.id, f"the engine failed: {type(e).__name__}: {e}", False))
         elif isinstance(message, Stop):
             request = engine.requests.get(message.id)
             if request is None: return
@@ -186,8 +189,10 @@ class EngineLoop:
                 try: wire = self.receive.recv(zmq.NOBLOCK)
                 except zmq.Again: break
                 try: message = self.decode(wire)
-                except Exception:
+                except Exception as e:
                     log.exception("a message that cannot be read")
+                    kind, name, *_ = msgspec.msgpack.decode(wire)
+                    if kind == "Add": self.send(Refused(name, f"the engine cannot read the request: {e}"))
                     continue
                 self.handle(message)
             if self.engine.has_work: self.step()
@@ -232,9 +237,10 @@ class QueueFull(RuntimeError):
 
 class _Open:
     "A request in flight, as the client sees it."
-    __slots__ = ("request", "collector", "inbox", "event", "error", "started")
+    __slots__ = ("id", "request", "collector", "inbox", "event", "error", "started")
 
-    def __init__(self, request, tokenizer):
+    def __init__(self, id, request, tokenizer):
+        self.id = id  # the engine's name for it, never used again: what is still on its way for an older request cannot reach a newer one
         self.request, self.collector, self.inbox, self.event, self.error, self.started = request, Collector(request, tokenizer), [], asyncio.Event(), None, False
 
     def put(self, delta: Delta):
@@ -264,7 +270,7 @@ class AsyncLLM:
         self.settings, self.config = dict(model=model, **settings), engine_config(model, settings)
         self.max_num_queued_reqs, self.start_timeout = max_num_queued_reqs, start_timeout
         self.process = self.ready = self.tokenizer = self.dead = None
-        self.open, self.calls, self._last, self.listeners, self.on_close, self.on_death = {}, {}, Stats(), [], [], []  # called with (News, open requests) before it is handed out; with a request that ended; when the engine died
+        self.open, self._names, self.calls, self._last, self.listeners, self.on_close, self.on_death = {}, {}, {}, Stats(), [], [], []  # requests in flight by the engine's names for them, and by the callers'; called with (News, open requests) before it is handed out; with a request that ended; when the engine died
         self._numbers, self._tasks, self._num_queued = itertools.count(), [], 0
 
     @property
@@ -301,7 +307,7 @@ class AsyncLLM:
         ended = asyncio.ensure_future(self._ended())
         first = asyncio.ensure_future(self.receiver.recv())
         try:
-            self.tokenizer = await asyncio.to_thread(lambda: load_tokenizer(self.config.tokenizer or find(self.config.model), self.config.trust_remote_code))
+            if self.tokenizer is None: self.tokenizer = await asyncio.to_thread(lambda: load_tokenizer(self.config.tokenizer or find(self.config.model), self.config.trust_remote_code))
             await asyncio.wait({first, ended}, timeout=self.start_timeout, return_when=asyncio.FIRST_COMPLETED)
             if not first.done(): raise EngineDead("the engine's process ended before it was up" if ended.done() else f"the engine was not up after {self.start_timeout:.0f} s")
             message = msgspec.msgpack.decode(first.result(), type=From)
@@ -334,13 +340,25 @@ class AsyncLLM:
 
     async def _read(self):
         decode = msgspec.msgpack.Decoder(From).decode
-        while True: self._take(decode(await self.receiver.recv()))
+        try:
+            while True: self._take(decode(await self.receiver.recv()))
+        except Exception as e:  # a message that this version does not know
+            log.exception("the engine's answers cannot be read")
+            self._fail(EngineDead(f"the engine's answers cannot be read: {type(e).__name__}: {e}"))
+            raise
 
     def _take(self, message):
         if isinstance(message, News):
             self._last = message.stats
             for listener in self.listeners: listener(message, self.open)
-            for bit in message.bits: self._deliver(bit)
+            for bit in message.bits:
+                some = self.open.get(bit.id)
+                if some is None: continue
+                try: self._deliver(some, bit)
+                except Exception as e:
+                    log.exception("an answer failed")
+                    self._send(Stop(bit.id))
+                    some.fail(RuntimeError(f"the answer failed: {type(e).__name__}: {e}"))
         elif isinstance(message, Refused):
             some = self.open.get(message.id)
             if some: some.fail(InvalidRequest(message.error) if message.at_door else RuntimeError(message.error))
@@ -350,9 +368,7 @@ class AsyncLLM:
                 if message.error is None: future.set_result(message.value)
                 else: future.set_exception(ValueError(message.error))
 
-    def _deliver(self, bit: Bit):
-        some = self.open.get(bit.id)
-        if some is None: return
+    def _deliver(self, some: _Open, bit: Bit):
         seq, now = some.request.sequences[bit.index], time.monotonic()
         if not some.started:
             some.started = True
@@ -425,17 +441,19 @@ async def submit(self: AsyncLLM, ids: list, params: SamplingParams, request_id=N
     if self.dead or self.process is None: raise self.dead or EngineDead("the engine was not started")
     if self._num_queued >= self.max_num_queued_reqs: raise QueueFull(f"{self._num_queued:,} requests are waiting already, that is all that may (max_num_queued_reqs)")
     if params.stop and self.tokenizer is None: raise InvalidRequest("stop texts need a tokenizer, and this model has none")
-    if request_id is None: request_id = f"q{next(self._numbers)}"
-    if request_id in self.open: raise InvalidRequest(f"a request with id {request_id!r} is running already")
+    wire_id = f"q{next(self._numbers)}"
+    if request_id is None: request_id = wire_id
+    if request_id in self._names: raise InvalidRequest(f"a request with id {request_id!r} is running already")
+    if len(ids) >= self.ready.max_model_len: raise InvalidRequest(f"the prompt has {len(ids):,} tokens; with one token of answer that is more than max_model_len={self.ready.max_model_len:,}")
     for i, t in enumerate(ids):
         if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < 2**31: raise InvalidRequest(f"token id {t!r} at position {i} of the prompt is not a token id")
-    try: message = Add(request_id, ids, params, priority, cache_salt, time.monotonic())
-    except TypeError as e: raise InvalidRequest(str(e)) from e
+    try: message = msgspec.msgpack.encode(Add(wire_id, ids, params, priority, cache_salt, time.monotonic()))
+    except (TypeError, ValueError, OverflowError) as e: raise InvalidRequest(f"the request cannot be handed to the engine: {e}") from e
     request = Request(request_id, ids, params, prompt, priority, cache_salt)
     request.make_sequences()
-    some = self.open[request_id] = _Open(request, self.tokenizer)
+    some = self.open[wire_id] = self._names[request_id] = _Open(wire_id, request, self.tokenizer)
     self._num_queued += 1
-    self._send(message)
+    self.sender.send(message)
     return some
 
 async def follow(self: AsyncLLM, some: _Open) -> AsyncIterator[Delta]:
@@ -451,10 +469,11 @@ async def follow(self: AsyncLLM, some: _Open) -> AsyncIterator[Delta]:
     finally: self._close(some)
 
 def _close(self: AsyncLLM, some: _Open):
-    if self.open.pop(some.request.id, None) is None: return
+    if self.open.pop(some.id, None) is None: return
+    del self._names[some.request.id]
     if not some.started: self._num_queued -= 1
     for f in self.on_close: f(some)
-    if not some.collector.finished and some.error is None and not self.dead: self._send(Stop(some.request.id))
+    if not some.collector.finished and some.error is None and not self.dead: self._send(Stop(some.id))
 
 async def generate(self: AsyncLLM,
     prompt,
@@ -471,9 +490,9 @@ async def generate(self: AsyncLLM,
 
 async def abort(self: AsyncLLM, request_id: str) -> bool:  # whether there was such a request
     "End a request; whoever follows it sees the finish reason `abort`."
-    some = self.open.get(request_id)
+    some = self._names.get(request_id)
     if some is None: return False
-    self._send(Stop(request_id))
+    self._send(Stop(some.id))
     for seq, out in zip(some.request.sequences, some.collector.outputs):
         if not out.finish_reason:
             out.finish_reason = "abort"

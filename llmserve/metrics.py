@@ -81,7 +81,7 @@ class Metrics:
         n = sum(len(o.token_ids) for o in outputs)
         for o in outputs:
             self.success.labels(self.model_name, o.finish_reason or "abort").inc()
-            self.last.pop((r.id, o.index), None)
+            self.last.pop((some.id, o.index), None)
         h["e2e_request_latency_seconds"].observe(now - r.arrival_time)
         h["request_prompt_tokens"].observe(len(r.prompt_token_ids)); h["request_generation_tokens"].observe(n)
         h["request_params_n"].observe(r.params.n); h["request_num_preemptions"].observe(sum(s.num_preemptions for s in seqs))

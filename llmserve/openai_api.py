@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['most_characters', 'StreamOptions', 'CompletionRequest', 'ChatMessage', 'ChatRequest', 'ResponsesRequest',
            'TokenizeRequest', 'DetokenizeRequest', 'form_of', 'limits_of', 'sampling_params', 'plain_messages',
-           'render_chat', 'ToolChoice', 'choose_tools', 'tool_format', 'reasoning_marks', 'Piece', 'new_id',
-           'OutputParser']
+           'template_variables', 'render_chat', 'ToolChoice', 'choose_tools', 'tool_format', 'reasoning_marks', 'Piece',
+           'new_id', 'OutputParser']
 
 # %% ../nbs/39_openai_api.ipynb #982d24d8
+import inspect
 import json
 import re
 import time
@@ -192,13 +193,14 @@ def plain_messages(messages: list) -> list:
                     raise InvalidRequest(f"this model reads text; a part of type {part.get('type')!r:.100} cannot be used")
             content = "".join(part.get("text", part.get("refusal")) for part in content)
         m["content"] = content if content is not None else ""
-        calls = []
-        for call in m.get("tool_calls") or []:
-            f = dict(call.get("function") or {}) if isinstance(call, dict) else {}
+        calls, given = [], m.get("tool_calls") or []
+        if not isinstance(given, list) or not all(isinstance(c, dict) and isinstance(c.get("function") or {}, dict) for c in given): raise InvalidRequest(f"tool_calls must be a list of objects with a function, got {given!r:.200}")
+        for call in given:
+            f = dict(call.get("function") or {})
             if isinstance(f.get("arguments"), str):
                 try: f["arguments"] = json.loads(f["arguments"] or "{}")
-                except json.JSONDecodeError: raise InvalidRequest(f"the arguments of tool call {f.get('name')!r:.100} are not JSON") from None
-            calls.append({**call, "function": f} if isinstance(call, dict) else call)
+                except (json.JSONDecodeError, RecursionError): raise InvalidRequest(f"the arguments of tool call {f.get('name')!r:.100} are not JSON") from None
+            calls.append({**call, "function": f})
         if calls: m["tool_calls"] = calls
         if m["role"] == "developer": m["role"] = "system"
         out.append(m)
@@ -207,6 +209,13 @@ def plain_messages(messages: list) -> list:
 def _described(tools: list) -> str:
     return ("You can call functions. Their signatures are between <tools> and </tools>:\n<tools>\n" + "\n".join(json.dumps(t) for t in tools) +
             '\n</tools>\nTo call one, answer with a JSON object between <tool_call> and </tool_call>:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>')
+
+def template_variables(tokenizer, given: dict | None) -> dict:
+    "The `chat_template_kwargs` of a request: variables of the template, and nothing that would replace the template or what the request says elsewhere."
+    taken = {"messages", "request_id", "choice", "body", "logprobs", "max_tokens", "self"} | {n for n, p in inspect.signature(tokenizer.apply_chat_template).parameters.items() if p.kind is not p.VAR_KEYWORD} - {"documents"} if given and tokenizer is not None else set()
+    for name in given or {}:
+        if name in taken: raise InvalidRequest(f"chat_template_kwargs are variables of the template; {name!r:.100} is none")
+    return dict(given or {})
 
 def render_chat(
     tokenizer,

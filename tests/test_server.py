@@ -182,7 +182,15 @@ def test_prompt_logprobs(client):
     "What lm-eval asks for: the log-probabilities of a given text."
     got = client.completions.create(model=MODEL, prompt="The sea is blue", max_tokens=0, echo=True, logprobs=2, temperature=0).choices[0]
     assert got.text == "The sea is blue" and got.logprobs.token_logprobs[0] is None and len(got.logprobs.tokens) == len(got.logprobs.token_logprobs)
-    assert all(lp < 0 for lp in got.logprobs.token_logprobs[1:]) and "".join(got.logprobs.tokens) in ("The sea is blue", " sea is blue")
+    assert all(lp < 0 for lp in got.logprobs.token_logprobs[1:]) and "".join(got.logprobs.tokens) == "The sea is blue"
+    assert [got.text[a:a + len(t)] for a, t in zip(got.logprobs.text_offset, got.logprobs.tokens)] == got.logprobs.tokens
+    assert all(t in top for t, top in zip(got.logprobs.tokens[1:], got.logprobs.top_logprobs[1:]))
+
+
+def test_samples_are_not_cache_hits(client):
+    "Answers that share their prompt's blocks have not found it in the cache."
+    got = client.completions.create(model=MODEL, prompt="A prompt that nobody else sends, long enough to fill more than one block of the cache: wind, rain, snow.", max_tokens=2, n=3)
+    assert got.usage.prompt_tokens_details.cached_tokens == 0 and got.usage.completion_tokens == 6
 
 
 def test_beam_search(client):

@@ -145,6 +145,38 @@ def test_garbage(small):
     well(small)
 
 
+def test_bodies_that_cannot_be_handed_on(small):
+    "Refused at the door, each with its reason, and none leaves a request behind."
+    chat = lambda **more: httpx.post(small.url + "/v1/chat/completions", json=dict(messages=QUESTION, max_tokens=2, **more), timeout=60)
+    text = lambda **more: httpx.post(small.url + "/v1/completions", content=json.dumps(dict(prompt="a") | more), headers={"content-type": "application/json"}, timeout=60)
+    for name in ("max_tokens", "min_tokens", "top_k", "logprobs"): assert text(**{name: 10**20}).status_code == 400, name
+    for more in (dict(stop_token_ids=[2**64]), dict(logit_bias={str(2**64): 1}), dict(stop="\ud800"), dict(cache_salt="\ud800"), dict(guided_regex="\ud800"), dict(guided_json={"const": 2**70}), dict(structured_outputs=dict(json_object=1)), dict(structured_outputs=dict(json_object="yes")), dict(stop=["a"] * 300)):
+        r = text(max_tokens=2, **more)
+        assert r.status_code == 400 and r.json()["error"]["message"], (more, r.status_code, r.text[:200])
+    for name, value in (("chat_template", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"), ("messages", []), ("tokenize", True), ("add_generation_prompt", False), ("max_tokens", 3)):
+        r = chat(chat_template_kwargs={name: value})
+        assert r.status_code == 400 and name in r.json()["error"]["message"], (name, r.text[:200])
+    assert chat(chat_template_kwargs=dict(enable_thinking=False)).status_code == 200
+    for calls in (5, [5], [{"function": 5}], [{"function": "abc"}], [{"function": {"name": "f", "arguments": "[" * 100_000}}]):
+        r = httpx.post(small.url + "/v1/chat/completions", json=dict(messages=[*QUESTION, dict(role="assistant", tool_calls=calls)], max_tokens=2), timeout=60)
+        assert r.status_code == 400, (str(calls)[:40], r.status_code, r.text[:200])
+    start = time.monotonic()
+    r = text(prompt=[5] * 3_000_000, n=128, max_tokens=2)
+    assert r.status_code == 400 and "max_model_len" in r.json()["error"]["message"] and time.monotonic() - start < 5
+    well(small)
+
+
+def test_a_name_is_used_again(small):
+    "What is still on its way for an answer that ended does not reach the next request of that name."
+    post = lambda **more: httpx.post(small.url + "/v1/completions", json=dict(request_id="again", temperature=0, **more), timeout=60)
+    alone = post(prompt="One, two, three,", max_tokens=8).json()["choices"][0]["text"]
+    for _ in range(6):
+        assert post(prompt="The sea is", max_tokens=300, stop=["e"], n=2).status_code == 200
+        r = post(prompt="One, two, three,", max_tokens=8, logprobs=1)
+        assert r.status_code == 200 and r.json()["choices"][0]["text"] == alone
+    well(small)
+
+
 def test_large_bodies(small):
     start = time.monotonic()
     r = httpx.post(small.url + "/v1/completions", json=dict(prompt="a " * 5_000_000, max_tokens=1), timeout=60)
@@ -253,6 +285,6 @@ def test_bad_starts():
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
-    for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "max_model_len")):
+    for flags, word in ((("no-such-model",), "no-such-model"), (("--port", str(taken.getsockname()[1])), "cannot listen"), (("--max-body-size", "lots"), "memory size"), (("--chat-template", "./tmpl.jnja"), "no file"), (("--api-key", ""), "api_key is empty"), (("--ssl-certfile", "none.pem"), "ssl_certfile"), (("--max-model-len", "999999", "--kv-cache-memory", "16MiB"), "max_model_len")):
         done = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and word in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr[-500:])
