@@ -58,6 +58,7 @@ def add(self: Engine,
 ) -> Request:
     "Queue a request. Raises `InvalidRequest`, and changes nothing, if it cannot be served."
     params, ids = params or SamplingParams(), list(prompt_token_ids)
+    self.scheduler.check_length(len(ids), params)  # before looking at each token
     vocab = self.spec.vocab_size
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < vocab:
@@ -76,10 +77,12 @@ def add(self: Engine,
         from llmserve.structured import Structure, tokens_of
         structure = Structure(tokens_of(self.runner.loaded, vocab), params.structured_outputs)
     with self._lock:
+        if self.sleeping:
+            self.scheduler.check(request)  # one that is refused wakes nobody
+            self.wake_up()
         self.scheduler.add(request)
         if structure:
             for seq in request.sequences: seq.structure = structure.copy()
-        if self.sleeping: self.wake_up()
         self._num_added += 1
         self.requests[request_id] = request
     return request
@@ -96,7 +99,8 @@ def _step(self: Engine) -> list:
     decided = time.monotonic()
     try: result = self.runner.execute(order)
     except BaseException:  # nothing was updated: the sequences of this step end, the others go on
-        for seq in order.sequences: self.finish(seq, "abort")
+        for request in {id(s.request): s.request for s in order.sequences}.values():  # whole ones: nobody could tell which of their answers are left
+            for seq in request.sequences: self.finish(seq, "abort")
         raise
     executed = time.monotonic()
     if self.scheduler.costs: self.scheduler.costs.observe(sum(order.num_tokens), executed - decided)
@@ -107,7 +111,7 @@ def _step(self: Engine) -> list:
                         [(s.id, n, len(t) or i in result.beams) for i, (s, n, t) in enumerate(zip(order.sequences, order.num_tokens, result.tokens))] + [(s.id, 0, 1) for children in order.forks.values() for s in children], len(self.scheduler.running), len(self.scheduler.waiting),
                         [s.id for s in order.preempted], self._ended + [s.id for s in finished], self.blocks.num_used, self.blocks.num_blocks, order.num_cached_tokens,
                         sum(to < 0 for pairs in order.copies for _, to in pairs), sum(at < 0 for pairs in order.copies for at, _ in pairs),
-                        [(order.sequences[i].id, len(tree), len(result.tokens[i]) - 1) for i, tree in order.drafts.items()])
+                        [(order.sequences[i].id, len(tree), len(result.tokens[i]) - 1) for i, tree in order.drafts.items()], result.model_time)
     self._ended, self.last_work = [], time.monotonic()
     self.records.append(record)
     if self.shrinking or not self.has_work: self._settle()

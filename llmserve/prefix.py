@@ -116,7 +116,7 @@ def grow(self: BlockManager,
     for table, pool, window in zip(seq.tables, self.pools, self.windows):
         if window is not None: self._release_behind(table, pool, seq.num_computed_tokens - window + 1)
     shared = [seq.shares_tail and tail < len(table) and pool.refs[table[tail]] > 1 for table, pool in zip(seq.tables, self.pools)]
-    if any(need - len(table) + extra > pool.num_free for table, pool, extra in zip(seq.tables, self.pools, shared)): return False
+    if any(max(need - len(table), 0) + extra > pool.num_free for table, pool, extra in zip(seq.tables, self.pools, shared)): return False
     for g, (table, pool) in enumerate(zip(seq.tables, self.pools)):
         if shared[g]: self.copies[g].append(pool.make_writable(table, tail))
         for _ in range(need - len(table)): table.append(pool.allocate())

@@ -166,8 +166,9 @@ def execute(self: Runner, step: Step) -> StepResult:
     for i, s in enumerate(sequences):
         if s.request.params.prompt_logprobs is not None and contexts[i] + 1 < s.num_prompt_tokens:
             prompt_rows += [(i, int(starts[i]) + j, contexts[i] + j + 1) for j in range(counts[i]) if contexts[i] + j + 1 < s.num_prompt_tokens]
+    started = time.perf_counter()
     logits = self.forward(batch, np.array(wanted + [r for _, r, _ in prompt_rows], np.int64))
-    result = StepResult([[] for _ in sequences], [None] * len(sequences))
+    result = StepResult([[] for _ in sequences], [None] * len(sequences), model_time=time.perf_counter() - started)
 
     def lines(some):  # the logits of (row, …)
         rows = [j for j, *_ in some]

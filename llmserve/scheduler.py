@@ -78,6 +78,7 @@ class StepResult:
     drafts: dict = field(default_factory=dict)  # index in the step → TokenTree for the sequence's next step
     beams: dict = field(default_factory=dict)  # index in the step → for a beam, its best continuations [(token, log-probability)]
     prompt_logprobs: dict = field(default_factory=dict)  # index in the step → list of {token id: Logprob} for the prompt tokens of this step
+    model_time: float = 0.0  # seconds of the forward
 
 @dataclass(slots=True)
 class SequenceUpdate:
@@ -145,14 +146,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool: return bool(self.running) or len(self.waiting) > 0
 
-    def check(self, request: Request):
-        "Raise `InvalidRequest` if the request can never be served."
-        length, params = len(request.prompt_token_ids), request.params
+    def check_length(self, length: int, params):
+        "Raise `InvalidRequest` unless a prompt of so many tokens leaves room for an answer."
         if not length: raise InvalidRequest("the prompt is empty; at least one token is needed")
         if length >= self.max_model_len:
             raise InvalidRequest(f"the prompt has {length:,} tokens; with one token of answer that is more than max_model_len={self.max_model_len:,}")
         if length + params.min_tokens > self.max_model_len:
             raise InvalidRequest(f"the prompt has {length:,} tokens, with min_tokens={params.min_tokens:,} that is more than max_model_len={self.max_model_len:,}")
+
+    def check(self, request: Request):
+        "Raise `InvalidRequest` if the request can never be served."
+        length, params = len(request.prompt_token_ids), request.params
+        self.check_length(length, params)
         beams, longest = params.beam_width or 1, min(length + (params.max_tokens or self.max_model_len), self.max_model_len)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if beams > getattr(self.config, name): raise InvalidRequest(f"beam_width={beams} is more than {name}={getattr(self.config, name)}; the beams of a search go together")
@@ -209,8 +214,8 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
         tree = None
         if seq.draft is not None and n == 1: tree = seq.draft.cut(budget - 1, seq.max_len - want - 1)
         if (tree or self.lookahead and seq.search is None) and computed + n == want:  # drafts have places only where places are free
-            extra = len(tree) if tree else 0
-            if not any(computed + n + more <= seq.capacity or grow(seq, computed + n + more) for more in (max(extra, self.lookahead), extra)): tree = None
+            extra, deep = (len(tree), max(tree.depths())) if tree else (0, 0)  # as many as `deep` may be accepted, and the next drafts stand behind them
+            if not any(computed + n + more <= seq.capacity and not seq.shares_tail or grow(seq, computed + n + more) for more in (max(extra, deep + self.lookahead), max(extra, self.lookahead), extra)): tree = None
         if computed + n > seq.capacity or seq.shares_tail:
             while not grow(seq, computed + n):
                 if self.expand() or self._reclaim(i): continue
@@ -229,7 +234,7 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
                 if seq.status is not Status.RUNNING: break
             if seq.status is not Status.RUNNING: continue
         samples.append(computed + n == want)
-        if tree:
+        if tree and computed + n + len(tree) <= seq.capacity:  # its places may have been taken back since
             step.drafts[len(sequences)] = tree
             n += len(tree)
         sequences.append(seq)
@@ -355,7 +360,7 @@ def update(self: Scheduler, step: Step, result: StepResult) -> list:  # Sequence
         drafted, seq.draft = i in step.drafts, result.drafts.get(i)
         if not drafted:
             seq.num_computed_tokens += n
-            if caching and seq.num_computed_tokens // size > seq.num_committed: self.blocks.commit(seq)
+            if caching and seq.num_computed_tokens // size > seq.num_committed and not (seq.search and self.lookahead): self.blocks.commit(seq)  # drafters with pages of their own leave beams out: a later hit would find nothing of theirs
         prompt_logprobs = result.prompt_logprobs.get(i)
         if seq.search is not None:
             if seq.num_computed_tokens == seq.fork_at: self._part(seq)

@@ -231,3 +231,21 @@ def test_what_a_search_cannot_have(tiny):
         with pytest.raises(InvalidRequest, match=message): engine.add(prompt_of(20), SamplingParams(**{"max_tokens": 4, **params}))
     with pytest.raises(InvalidRequest, match="n must be at most beam_width=2, got 3"): SamplingParams(n=3, beam_width=2)
     assert not engine.has_work
+
+
+def test_a_failed_step_ends_whole_requests(tiny):
+    "Of several answers none is left alone behind a step that failed; others go on, and nothing is held."
+    engine = make_engine(tiny("llama"), max_model_len=64, max_num_batched_tokens=32)
+    own, work = engine.runner.execute, [engine.add(prompt_of(20, 1), dataclasses.replace(SAMPLED, n=3)), engine.add(prompt_of(30, 2), SAMPLED)]
+
+    def fail(step): raise RuntimeError("planted")
+    engine.runner.execute = fail
+    with pytest.raises(RuntimeError, match="planted"): engine.step()
+    engine.runner.execute = own
+    left = [r for r in work if r.id in engine.requests]
+    assert work[0] not in left and all(s.finished for s in work[0].sequences)
+    later = engine.add(prompt_of(20, 1), SAMPLED)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert later.sequences[0].finish_reason == "length" and engine.blocks.num_used == [0]
