@@ -109,7 +109,7 @@ class AdaptiveDrafter(Drafter):
     def _learn(self, n) -> _Record:
         "Take in what became of a tree."
         if len(self.each) > 4096: self.each.clear()  # of sequences long gone
-        r = self.each.setdefault(id(n.seq), _Record())
+        r = self.each.setdefault(n.seq.id, _Record())
         if n.tree is not None:
             depth = max(n.tree.depths())
             r.acceptance.update(len(n.path), depth, lambda d: self.everyone(d, 0.5))

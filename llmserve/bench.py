@@ -306,7 +306,7 @@ def spec(
     adaptive: bool = False,  # let the engine choose how much is drafted
     **settings,
 ) -> list:  # one dict per method and batch (and kind)
-    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (with the bonus token), speed, memory."
+    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (with the bonus token), speed, share of the time spent outside of the target (drafting, verifying, moving), memory."
     from pathlib import Path
     from llmserve.core import EngineConfig, SamplingParams
     from llmserve.engine import Engine
@@ -329,12 +329,12 @@ def spec(
         c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, **settings})
         return Engine(c, Runner(c, loaded))
 
-    def run(engine, some):  # seconds of decoding steps, tokens, and of each check how many tokens were drafted and how many accepted
+    def run(engine, some):  # seconds of decoding steps, tokens, of each check how many tokens were drafted and how many accepted, seconds of these in the target
         engine.records.clear()
         for _, p in some: engine.add(p, params)
         while engine.has_work: engine.step()
         steps = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)]  # the others compute prompts
-        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted]
+        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted], sum(r.model_time for r in steps)
 
     engines = {"plain": make(None)} | {name: make(config) for name, config in methods.items()}
     for batch in batches:
@@ -344,16 +344,16 @@ def spec(
             for name, engine in engines.items():
                 found = run(engine, some)
                 for kind in {some[0][0], "all"} if batch == 1 or len({k for k, _ in some}) == 1 else {"all"}:
-                    t = totals.setdefault((kind, name), [0.0, 0, []])
+                    t = totals.setdefault((kind, name), [0.0, 0, [], 0.0])
                     for i, x in enumerate(found): t[i] += x
         for kind in sorted({k for k, _ in totals} if by_kind else {"all"}):
             seconds, tokens, *_ = totals[kind, "plain"]
             plain = tokens / seconds
             for name in engines:
-                s, n, checks = totals[kind, name]
+                s, n, checks, model_time = totals[kind, name]
                 accepted, rates = [a for _, a in checks], acceptance_by_depth([a for _, a in checks])
                 rows.append(dict(method=name, kind=kind, batch=batch, alpha=rates[0] if rates else 0.0, by_depth=" ".join(f"{x:.2f}" for x in rates[:5]), kept=round(sum(accepted) / max(sum(d for d, _ in checks), 1), 3), accepted_length=round(1 + sum(accepted) / max(len(checks), 1), 2),
-                                 tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2), extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
+                                 tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2), outside=round(1 - model_time / s, 3), extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
     return rows
 
 def acceptance_by_depth(
@@ -369,8 +369,13 @@ def _extra_bytes(engine) -> int:
     drafter = getattr(drafter, "inner", drafter)
     if drafter is None: return 0
     model = getattr(drafter, "head", None) or getattr(drafter, "heads", None) or (drafter.loaded.model if hasattr(drafter, "loaded") else None)
-    shared = {p.data_ptr() for p in engine.runner.loaded.model.parameters()}
-    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in shared) if model is not None else 0
+    from llmserve.kernels.fuse import PackedLinear
+    target, weights = engine.runner.loaded.model, 0
+    if model is not None:
+        shared, theirs, rows = {p.data_ptr() for p in target.parameters()}, set(target.modules()), getattr(model, "out", None)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in shared)
+        weights += sum(2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m not in theirs)
+        weights += sum(w.numel() * w.element_size() for w in {id(w): w for w in (rows if isinstance(rows, list) else [rows]) if w is not None}.values())
     return weights + (drafter.cache.num_bytes if hasattr(drafter, "cache") else 0)
 
 # %% ../nbs/50_bench.ipynb #c9f4060c

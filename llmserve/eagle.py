@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .draft import Drafter, FeatureTap, decoder_of, full_group
+from .draft import Drafter, FeatureTap, full_group, rotary_of
+from .kernels.fuse import make_linear
 from .kvcache import Batch, KVCache, kv_format, pack
 from .medusa import DEFAULT_ACCURACY, best_paths, output_rows, read_config, read_weights
+from .runner import rounded
 from .tree import MAX_NODES, StaticTree, TokenTree, keep_best
 
 # %% ../nbs/34_eagle.ipynb #8f5db108
@@ -54,6 +56,7 @@ class EagleHead(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(c.intermediate_size, h, bias=False)
         self.out = None  # [tokens, hidden] output rows: the target's own, or a trained parameter
         self.d2t = None  # [tokens] ids of these
+        self.rows = None  # `out` as a packed layer
 
     def fuse(self, features): return self.fc(features) if self.config.version == 3 else features  # of the target → what `enter` takes
 
@@ -70,7 +73,15 @@ class EagleHead(nn.Module):
         y = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
-    def logits(self, hidden): return F.linear(self.norm(hidden) if self.config.version == 3 else hidden, self.out)
+    def logits(self, hidden):
+        x = self.norm(hidden) if self.config.version == 3 else hidden
+        return F.linear(x, self.out) if self.rows is None else self.rows(x)
+
+    def pack(self):
+        "For drafting: matrices in oneDNN's own layout, where there is one (chapter 18)."
+        for name, layer in list(self.named_children()):
+            if isinstance(layer, nn.Linear): setattr(self, name, make_linear(layer.weight.detach(), layer.bias))
+        self.rows, self.out = make_linear(self.out), None
 
 def rotate(x, cos, sin):
     "Rotary positions as Llama's: x [n, heads, dim], cos and sin [n, dim]."
@@ -107,7 +118,7 @@ def load_eagle(
     missing, _ = made.load_state_dict({k: v for k, v in names.items() if k in made.state_dict()}, strict=False)
     if missing: raise ValueError(f"{folder} lacks {', '.join(missing)}")
     dtype = model.get_input_embeddings().weight.dtype
-    made.out, made.d2t = out.to(dtype), ids
+    made.out, made.d2t = out.to(model.get_input_embeddings().weight.device, dtype), ids
     return made.to(dtype).eval()
 
 # %% ../nbs/34_eagle.ipynb #beedd2f2
@@ -155,10 +166,11 @@ class EagleDrafter(Drafter):
         self.format = kv_format(runner.config.kv_cache_dtype, runner.loaded.dtype, c.head_dim)
         self.block_bytes = 2 * c.num_kv_heads * self.format.page_bytes(c.head_dim, runner.config.block_size) + c.hidden_size * 4
         self.head.to(runner.device)
+        if runner.fused and not isinstance(model, nn.Module): self.head.pack()
 
     def attach(self, runner):
         self.tap = FeatureTap(runner.model, list(self.head.config.layers) if self.head.config.version == 3 else None)
-        self.embed, self.rotary = runner.model.get_input_embeddings(), decoder_of(runner.model).rotary_emb
+        self.embed, self.rotary = runner.model.get_input_embeddings(), rotary_of(runner.model)
 
     def allocate(self, num_blocks: list, host_blocks: list):
         self.cache = KVCache(self.spec, [num_blocks[self.group]], self.runner.config.block_size, self.format, self.runner.device)
@@ -175,10 +187,13 @@ class EagleDrafter(Drafter):
 
     def run(self, batch: Batch, embedded, hidden, new=None) -> torch.Tensor:  # [new tokens, h]
         "The head's layer over a packed batch; `new` names the tokens that are not in the pages yet, in order (None: all)."
-        layer, backend, n = self.cache.layers[0], self.runner.backend, batch.num_tokens
+        layer, backend, n, m = self.cache.layers[0], self.runner.backend, batch.num_tokens, len(embedded)
         positions = torch.from_numpy(batch.positions if new is None else batch.positions[new]).to(embedded.device)
+        fill = (0, 0, 0, rounded(m) - m if self.runner.device == "cpu" else 0)
+        embedded, hidden, positions = F.pad(embedded, fill), F.pad(hidden, fill), F.pad(positions, fill[2:])
         cos, sin = self.rotary(embedded, positions[None])
         residual, q, k, v = self.head.enter(embedded, hidden, cos[0].to(embedded.dtype), sin[0].to(embedded.dtype))
+        q, k, v = q[:m], k[:m], v[:m]
         if new is not None:
             where, whole = torch.from_numpy(new).to(embedded.device), []
             for x in (q, k, v):
@@ -187,7 +202,7 @@ class EagleDrafter(Drafter):
             q, k, v = whole
         backend.write_kv(k, v, layer, batch)
         out = backend.paged_attention(q, layer, batch, self.head.config.head_dim**-0.5, None, None, None, k if new is None else None, v if new is None else None)
-        return self.head.leave(residual, (out if new is None else out[where]).flatten(1))
+        return self.head.leave(residual, F.pad((out if new is None else out[where]).flatten(1), fill))[:m]
 
     def offers(self, hidden) -> tuple:  # [n, width] tokens and log-probabilities, as lists
         logits = self.head.logits(hidden).float()
@@ -227,7 +242,7 @@ class EagleDrafter(Drafter):
             for p in range(c, c + len(here)):
                 if (p + 1) % size == 0: self.ends[s.tables[self.group][p // size]] = features[here[p - c]]
             state = s.drafting
-            if state is None or state.preemptions != s.num_preemptions:
+            if state is None or state.preemptions != s.num_preemptions or state.at != c - 1:
                 known = state is not None and state.at == c - 1
                 feature = None if c == 0 else state.feature if known else self.ends[s.tables[self.group][c // size - 1]]
                 state = _State(c, c - 1, feature, s.num_preemptions)
@@ -241,6 +256,7 @@ class EagleDrafter(Drafter):
                     extra.append(torch.zeros_like(features[:1]) if state.feature is None else state.feature[None])
             if done < end: todo.append((i, tokens[done:end], done, len(tokens)))
             s.drafting = _State(end, c + len(here) - 1, features[here[-1]].clone(), s.num_preemptions)
+            for child in s.unborn: child.drafting = replace(s.drafting, done=c + len(here), preemptions=child.num_preemptions)
         return todo, rows, extra
 
     def _grow(self, growing: list, news: list):

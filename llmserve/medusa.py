@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .draft import Drafter, FeatureTap
+from .kernels.fuse import make_linear
 from .kvcache import Batch
 from .tree import MAX_NODES, StaticTree, TokenTree
 
@@ -38,10 +39,19 @@ class MedusaHeads(nn.Module):
     ):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads))
-        self.out, self.d2t = out, d2t
+        self.out, self.d2t, self.rows = out, d2t, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, hidden] → [n, heads, tokens]
-        return torch.stack([nn.functional.linear(block(x), w) for block, w in zip(self.blocks, self.out)], 1)
+        found = [block(x) for block in self.blocks]
+        if self.rows is not None: return self.rows(torch.stack(found, 1))
+        if all(w is self.out[0] for w in self.out): return nn.functional.linear(torch.stack(found, 1), self.out[0])  # these rows are read once
+        return torch.stack([nn.functional.linear(y, w) for y, w in zip(found, self.out)], 1)
+
+    def pack(self):
+        "For drafting: matrices in oneDNN's own layout, where there is one (chapter 18)."
+        for block in self.blocks:
+            for part in block: part.linear = make_linear(part.linear.weight.detach(), part.linear.bias)
+        if all(w is self.out[0] for w in self.out): self.rows, self.out = make_linear(self.out[0]), [None] * len(self.out)
 
 def output_rows(model, ids: torch.Tensor | None = None) -> torch.Tensor:  # [tokens, hidden]
     "Rows of a model's output layer, also where the engine has packed it."
@@ -82,7 +92,7 @@ def load_medusa(
     vocab = model.config.vocab_size
     if d2t is not None and int(d2t.max()) >= vocab: raise ValueError(f"these Medusa heads know token {int(d2t.max()):,}, the target's vocabulary ends at {vocab - 1:,}")
     tied = output_rows(model, d2t).to(dtype)
-    out = [weights[f"{k}.{layers}.weight"].to(dtype) if f"{k}.{layers}.weight" in weights else tied for k in range(heads)]
+    out = [weights[f"{k}.{layers}.weight"].to(tied) if f"{k}.{layers}.weight" in weights else tied for k in range(heads)]
     if len(out[0]) != (vocab if d2t is None else len(d2t)): raise ValueError(f"these Medusa heads guess among {len(out[0]):,} tokens, the target has {vocab:,}")
     made = MedusaHeads(hidden, heads, layers, out, d2t)
     made.blocks.load_state_dict({f"{k}.{i}.linear.{n}": weights[f"{k}.{i}.linear.{n}"] for k in range(heads) for i in range(layers) for n in ("weight", "bias")})
@@ -132,6 +142,7 @@ class MedusaDrafter(Drafter):
         else: self.tree = best_paths([[1.0]] * len(self.heads.blocks) if tree == "chain" else accuracy[:len(self.heads.blocks)], min(num_speculative_tokens, MAX_NODES))
         if self.tree.depth > len(self.heads.blocks): raise ValueError(f"the tree is {self.tree.depth} deep, there are {len(self.heads.blocks)} Medusa heads")
         self.heads.to(runner.device)
+        if runner.fused and not isinstance(model, nn.Module): self.heads.pack()
         self.ranks = max(p[-1] for p in self.tree.paths) + 1
         if acceptance == "typical": self.typical = posterior_threshold, posterior_alpha
 

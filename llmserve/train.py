@@ -6,10 +6,11 @@
 __all__ = ['TASKS', 'THINGS', 'NAMES', 'PLACES', 'ACTIONS', 'OPENINGS', 'PROGRAMS', 'PARTS', 'METHODS', 'set_task',
            'write_lessons', 'frequent_tokens', 'Taught', 'Teacher', 'TargetLoss', 'target_rows', 'dense_attention',
            'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'write_copying', 'TrainConfig',
-           'first_guesses', 'make_student', 'Trainer', 'train_together', 'train_head']
+           'first_guesses', 'make_student', 'thinned', 'Trainer', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import json
+import lzma
 import math
 import random
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from .core import SamplingParams
+from .core import SamplingParams, check_number
+from .draft import rotary_of
 from .eagle import EagleConfig, EagleHead
 from .medusa import MedusaHeads, output_rows, save_heads
 
@@ -326,6 +328,8 @@ class TrainConfig:
 
     def __post_init__(self):
         if self.method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name, low in (("batch", 1), ("draft_vocab", 1), ("steps", 1), ("medusa_heads", 1), ("medusa_layers", 1), ("minutes", 0), ("lr", 0)):
+            if getattr(self, name) is not None: check_number(name, getattr(self, name), low, integer=name not in ("minutes", "lr"))
         if self.optimizer not in ("muon", "adamw"): raise ValueError(f"optimizer must be muon or adamw, got {self.optimizer!r}")
 
 METHODS = ("medusa", "eagle1", "eagle3", "draft")
@@ -365,7 +369,8 @@ def make_student(config: TrainConfig, model, lessons: list):
     last = model.model.layers[n - 1]
     with torch.no_grad():  # a warm start: the target's last layer, fed with the feature as it is
         for name in ("gate_proj", "up_proj", "down_proj"): getattr(head, name).weight.copy_(getattr(last.mlp, name).weight)
-        head.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+        scale_of = lambda norm: norm(torch.ones(1, h, dtype=norm.weight.dtype))[0]  # some models keep it less one
+        head.post_attention_layernorm.weight.copy_(scale_of(getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm)))
         head.o_proj.weight.copy_(last.self_attn.o_proj.weight)
         for name in ("q_proj", "k_proj", "v_proj"):
             w = getattr(last.self_attn, name).weight
@@ -377,14 +382,20 @@ def make_student(config: TrainConfig, model, lessons: list):
         head.fc.weight.mul_(0.1 if version == 1 else 0.0)
         if version == 3:
             head.fc.weight[:, 2 * h:].copy_(torch.eye(h))
-            head.norm.weight.copy_(model.model.norm.weight)
-            head.hidden_norm.weight.copy_(last.input_layernorm.weight)
+            head.norm.weight.copy_(scale_of(model.model.norm))
+            head.hidden_norm.weight.copy_(scale_of(last.input_layernorm))
         else:
             head.fc.weight[:, h:] += torch.eye(h)
             head.fc.bias.zero_()
             for name in ("o_proj", "down_proj"): getattr(head, name).weight.zero_()  # at first the next feature is the last one: features are behind the norm, where the layer's own scale is wrong
     if version == 3: write_copying(head, model, lessons, config.seed)
     return head
+
+def thinned(history: list, every: int = 25) -> list:
+    "Means of so many steps."
+    parts = [history[i:i + every] for i in range(0, len(history) - every + 1, every)]
+    mean = lambda values: round(sum(values) / len(values), 4)
+    return [dict(step=p[-1]["step"], tokens=p[-1]["tokens"], loss=mean([h["loss"] for h in p]), agreement=[mean(x) for x in zip(*(first_guesses(h["agreement"]) for h in p))]) for p in parts]
 
 class Trainer:
     "Trains one student, and can go on where it stopped."
@@ -398,7 +409,7 @@ class Trainer:
         self.config, self.lessons, self.folder = config, lessons, Path(folder)
         self.student = make_student(config, model, lessons)
         self.teacher = Teacher(model, lessons, self.student.config.layers if config.method == "eagle3" else ())
-        self.embed, self.rotary = model.get_input_embeddings(), model.model.rotary_emb
+        self.embed, self.rotary = model.get_input_embeddings(), rotary_of(model)
         self.parameters = [p for p in self.student.parameters() if p.requires_grad]
         matrices = [p for p in self.parameters if p.dim() == 2 and config.optimizer == "muon"]
         others = [p for p in self.parameters if p.dim() != 2 or config.optimizer != "muon"]
@@ -460,7 +471,8 @@ class Trainer:
             own = {k: v for k, v in weights.items() if "embed_tokens" not in k and "lm_head" not in k}
             save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, dtype=str(dtype).removeprefix("torch.")))
         elif c.method == "medusa":
-            rates = [[sum(h["agreement"][k][r] for h in self.history[-50:]) / len(self.history[-50:]) for r in range(8)] for k in range(c.medusa_heads)]
+            last = self.history[-50:]
+            rates = [[sum(h["agreement"][k][r] for h in last) / max(len(last), 1) for r in range(8)] for k in range(c.medusa_heads)]
             weights = {k.removeprefix("blocks."): v for k, v in weights.items()}
             about |= dict(medusa_num_heads=c.medusa_heads, medusa_num_layers=c.medusa_layers, accuracy=[[round(x, 4) for x in line] for line in rates])
             save_heads(folder, weights | dict(d2t=s.d2t), about)
@@ -469,7 +481,7 @@ class Trainer:
             e = s.config
             about |= dict(num_attention_heads=e.num_heads, head_dim=e.head_dim, rms_norm_eps=e.eps, hidden_size=e.hidden_size, draft_vocab_size=e.vocab_size, eagle_aux_hidden_state_layer_ids=list(e.layers))
             save_heads(folder, {part(k): v for k, v in weights.items()} | dict(d2t=s.d2t - torch.arange(len(s.d2t))), about)
-        (folder / "history.json").write_text(json.dumps(self.history))
+        (folder / "history.json").write_text("[\n" + ",\n".join(map(json.dumps, thinned(self.history))) + "\n]\n")
 
 # %% ../nbs/35_train.ipynb #96bc3439
 def train_together(
@@ -503,7 +515,7 @@ def train_head(
     model: str = "smollm2-135m",
     method: str | list = "eagle3",  # or several, which learn from the same looks at the target
     out: str = "data/heads",  # each head becomes a folder <model>-<method> here
-    lessons: str | None = None,  # a file of lessons, written if it is not there; None: beside `out`
+    lessons: str | None = None,  # a file of lessons (.jsonl or .jsonl.xz), written if it is not there; None: beside the heads
     num_lessons: int = 2000,
     progress: bool = True,
     **settings,  # of TrainConfig
@@ -513,16 +525,18 @@ def train_head(
     from llmserve.llm import LLM
     from llmserve.models import find
     configs = [TrainConfig(m, **settings) for m in ([method] if isinstance(method, str) else method)]
-    path = Path(lessons) if lessons else Path(out) / f"lessons-{Path(model).name}.jsonl"
+    path = Path(lessons or Path(out) / f"lessons-{Path(model).name}.jsonl.xz")
+    opened = lambda mode: (lzma.open if path.suffix == ".xz" else open)(path, mode, encoding="utf-8")
     if not path.exists():
         began = time.monotonic()
         llm = LLM(model, max_model_len=640, kv_cache_memory="2GiB", max_num_seqs=256, quiet=True)
         made = write_lessons(llm, num_lessons)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(map(json.dumps, made)) + "\n")
+        with opened("wt") as f: f.write("\n".join(map(json.dumps, made)) + "\n")
         if progress: print(f"{len(made)} lessons, {sum(len(x['tokens']) - x['start'] for x in made):,} tokens of answers, written in {time.monotonic() - began:.0f} s")
         del llm
-    data = [json.loads(line) for line in path.read_text().splitlines()]
+    with opened("rt") as f: data = [json.loads(line) for line in f if line.strip()]
+    if not data: raise ValueError(f"there are no lessons in {path}")
     target = transformers.AutoModelForCausalLM.from_pretrained(find(model), dtype=torch.bfloat16, attn_implementation="sdpa").eval().requires_grad_(False)
     trainers = [Trainer(c, target, data, Path(out) / f"{Path(model).name}-{c.method}") for c in sorted(configs, key=lambda c: c.method != "eagle3")]  # the features of EAGLE-3 hold what the others need
     train_together(trainers, progress)
@@ -530,5 +544,5 @@ def train_head(
     for t in trainers:
         t.export()
         last = t.history[-20:]
-        done.append(dict(method=t.config.method, steps=t.step, tokens=t.tokens, seconds=round(t.seconds), loss=round(sum(h["loss"] for h in last) / len(last), 3), agreement=[round(sum(x) / len(last), 3) for x in zip(*(first_guesses(h["agreement"]) for h in last))], folder=str(t.folder)))
+        done.append(dict(method=t.config.method, steps=t.step, tokens=t.tokens, seconds=round(t.seconds), loss=round(sum(h["loss"] for h in last) / max(len(last), 1), 3), agreement=[round(sum(x) / len(last), 3) for x in zip(*(first_guesses(h["agreement"]) for h in last))], folder=str(t.folder)))
     return done

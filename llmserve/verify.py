@@ -32,7 +32,10 @@ def verify(
     active = list(range(len(trees)))
     if typical is not None and best is None:
         lossy = [i for i in active if rows[i].params.temperature > 1e-5]
-        for i in lossy: paths[i], tokens[i] = _typical_path(logits, first[i], trees[i], rows[i], *typical)
+        for i in lossy:
+            paths[i], tokens[i] = _typical_path(logits, first[i], trees[i], rows[i], *typical)
+            num, parents = rows[i].params.logprobs, [-1, *paths[i]]
+            logprobs[i] = [best_logprobs(logits[first[i] + 1 + at], token, num) if num is not None else None for at, token in zip(parents, tokens[i])]
     while active:
         at = [first[i] + 1 + (paths[i][-1] if paths[i] else -1) for i in active]
         here = [_after(rows[i], tokens[i]) for i in active]

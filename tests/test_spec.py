@@ -206,14 +206,14 @@ def paths_of(tree):
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2", "eagle3"])
 def test_eagle_drafts_what_a_dense_head_would(method, tiny):
-    "Through pages, chunks, a prefix hit, accepted and refused drafts, swap and recomputation."
+    "Through pages, chunks, a prefix hit, accepted and refused drafts, swap and recomputation, for samples of one prompt, and for a prompt that was searched with beams before."
     folder, config = tiny("llama"), dict(CONFIGS[method])
     head = config["model"] = head_for(config["method"], folder)
     model = hf_model(folder)
     for settings in (dict(), dict(max_num_batched_tokens=24), dict(preemption_mode="swap", harsh=5), dict(preemption_mode="recompute", harsh=6)):
         harsh = settings.pop("harsh", None)
         engine, r, checked = make_engine(folder, max_model_len=128, speculative_config=config, **settings), random.Random(harsh), 0
-        own, prompts = engine.runner.drafter.propose, [prompt_of(37, 1), prompt_of(37, 1)[:34] + [9, 9], prompt_of(16, 3)]
+        own, prompts = engine.runner.drafter.propose, [(prompt_of(37, 1), GREEDY), (prompt_of(48, 8), BEAMS), (prompt_of(37, 1)[:34] + [9, 9], GREEDY), (prompt_of(16, 3), GREEDY), (prompt_of(29, 5), dataclasses.replace(GREEDY, n=3)), (prompt_of(48, 8), GREEDY)]
 
         def propose(news, batch):
             nonlocal checked
@@ -227,14 +227,25 @@ def test_eagle_drafts_what_a_dense_head_would(method, tiny):
                     checked += 1
             return out
         engine.runner.drafter.propose = propose
-        for p in prompts:
-            engine.add(p, GREEDY)
+        for p, params in prompts:
+            engine.add(p, params)
             for _ in range(4): engine.step()
         while engine.has_work:
             if harsh is not None and len(engine.scheduler.running) > 1 and r.random() < 0.4: throw_out(engine.scheduler, r.choice(engine.scheduler.running), [])
             engine.step()
             engine.scheduler.check_integrity()
         assert checked > 10
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft"])
+def test_samples_and_drafts_in_the_smallest_pools(method, tiny):
+    "Where a fork must copy its last block and drafts hold the block behind it, with no block free."
+    folder, config = tiny("llama"), dict(CONFIGS[method])
+    config["model"] = str(folder) if method == "draft" else head_for(config["method"], folder)
+    for length in (28, 31):
+        work = [(prompt_of(length, 1), dataclasses.replace(GREEDY, n=4)), (prompt_of(13, 2), GREEDY)]
+        plain = go(make_engine(folder, max_model_len=64), work)
+        for blocks in range(5, 14): assert go(make_engine(folder, max_model_len=64, num_gpu_blocks_override=blocks, speculative_config=config), work) == plain, blocks
 
 
 def test_a_draft_model_in_step_with_its_target(tiny):
@@ -299,25 +310,35 @@ REAL_TROUBLE = [dict(), dict(enable_prefix_caching=True, again=True), dict(max_n
 
 
 @functools.lru_cache(None)
-def real_answers(format, each, length):
-    "The held-out prompts and what the model says to them without drafts, one request after another."
+def real_answers(format, each, length, batch=1):
+    "The held-out prompts and what the model says to them without drafts, so many at a time (with int8 K and V, products of other shapes round some element the other way)."
     from llmserve.bench import spec_prompts
     prompts = [p for _, p in spec_prompts(loaded("smollm2-135m").tokenizer, HEADS.parent / "prompts", each)]
     engine, out = make_engine("smollm2-135m", max_model_len=512, kv_cache_dtype=format), []
-    for p in prompts: out += go(engine, [(p, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))])
+    for a in range(0, len(prompts), batch): out += go(engine, [(p, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)) for p in prompts[a:a + batch]])
     return prompts, out
+
+
+def lead(prompt, said, other, format):
+    "How far ahead, in log-probability, the plain engine's choice is where another one was made."
+    at = next(i for i, (a, b) in enumerate(zip(said, other)) if a != b)
+    engine, found = make_engine("smollm2-135m", max_model_len=512, kv_cache_dtype=format), []
+    engine.add(prompt + said[:at], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
+    while engine.has_work: found += [u.logprobs[0] for u in engine.step() if u.logprobs]
+    return found[0][said[at]].logprob - (found[0][other[at]].logprob if other[at] in found[0] else -1e9)
 
 
 def check_real(method, batch, settings, each, length):
     settings, config = dict(settings), dict(REAL[method])
     harsh, again = settings.pop("harsh", None), settings.pop("again", False)
-    prompts, plain = real_answers(settings.get("kv_cache_dtype", "auto"), each, length)
+    prompts, plain = real_answers(settings["kv_cache_dtype"], each, length, batch) if "kv_cache_dtype" in settings else real_answers("auto", each, length)
     if "model" in config: config["model"] = str(HEADS / f"smollm2-135m-{config['model']}")
     engine = make_engine("smollm2-135m", max_model_len=512, **{"kv_cache_memory": "256MiB", "swap_space": "64MiB", "speculative_config": config, **settings})
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     for _ in range(1 + again):
         for a in range(0, len(prompts), batch):
-            assert go(engine, [(p, params) for p in prompts[a:a + batch]], harsh) == plain[a:a + batch], (method, a)
+            for p, (said,), (other,) in zip(prompts[a:], plain[a:], go(engine, [(p, params) for p in prompts[a:a + batch]], harsh)):
+                if said != other: assert lead(p, said, other, settings.get("kv_cache_dtype", "auto")) < (0.05 if "kv_cache_dtype" in settings else 1e-4), (method, a)  # a tie: sums in another order, and with int8 a rounding that flips
     assert accepted(engine) > each
 
 

@@ -113,5 +113,7 @@ def test_typical_is_lossy_and_says_so():
     tree = TokenTree([2], [-1])
     found = verify(P_LOGITS[:2].repeat(N, 1), list(range(0, 2 * N, 2)), [tree] * N, rows_for(SamplingParams()), typical=(0.09, 0.3))
     assert chi2([t[0] for _, t, _ in found], exact(SamplingParams(), P_LOGITS[0], [3])) > 5
+    some = verify(P_LOGITS[:2].repeat(50, 1), list(range(0, 100, 2)), [tree] * 50, [SamplingRow(SamplingParams(logprobs=2), i, [3], 1) for i in range(50)], typical=(0.09, 0.3))
+    assert all(len(tokens) == len(lps) and all(t in lp for t, lp in zip(tokens, lps)) for _, tokens, lps in some) and max(len(t) for _, t, _ in some) == 2
     cold = verify(P_LOGITS[:2], [0], [TokenTree([0], [-1])], [SamplingRow(SamplingParams(temperature=0), 0, [3], 1)], typical=(0.09, 0.3))
     assert cold[0][1] == [0, 1]  # greedy stays exact
