@@ -279,9 +279,9 @@ def write_copying(
     some = lessons[::max(len(lessons) // 128, 1)][:128]
     if len(slow) < 4 or n * dim > h or sum(len(x["tokens"]) for x in some) < 2 * h: return
     unit = lambda x: x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt()
-    low, high, words = [], [], []
-    for x in some:
-        taught = Teacher(model, [x], c.layers)([0])
+    low, high, words, teacher = [], [], [], Teacher(model, some, c.layers)
+    for i in range(len(some)):
+        taught = teacher([i])
         low.append(taught.fused[0, 1:, :h].float())
         high.append(taught.fused[0, 1:, 2 * h:].float())
         words.append(unit(embed(taught.ids[0, 1:])))
