@@ -51,9 +51,9 @@ def choose_depths(
     levels: list,  # per sequence: [(chance that this level is reached and right, rows of it), …] from the root down
     others: int,  # tokens of the step besides drafts
     a: float, b: float,  # cost of a step
-    drafting: float = 0.0,  # seconds that were spent on making the drafts
-) -> tuple:  # depth per sequence, expected tokens per second
-    "How deep to check each tree."
+    drafting: float = 0.0,  # seconds that making drafts costs
+) -> tuple:  # depth per sequence, whether making and checking them was worth it
+    "How deep to check each tree, now that it is there."
     depths, tokens, seconds = [0] * len(levels), float(max(others, 1)), a + b * others
     plain = tokens / seconds
     while True:
@@ -65,8 +65,7 @@ def choose_depths(
         if where is None or best <= b * tokens / seconds: break
         p, rows = levels[where][depths[where]]
         tokens, seconds, depths[where] = tokens + p, seconds + b * rows, depths[where] + 1
-    if tokens / (seconds + drafting) < plain: return [0] * len(levels), plain
-    return depths, tokens / (seconds + drafting)
+    return depths, tokens / (seconds + drafting) > plain
 
 # %% ../nbs/36_adaptive.ipynb #8f5f6838
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class _Record:
 class AdaptiveDrafter(Drafter):
     "Lets another drafter propose as much as pays."
     def __init__(self, inner: Drafter):
-        self.inner, self.cost, self.everyone, self.each = inner, StepCost(), Acceptance(), {}
+        self.inner, self.cost, self.everyone, self.each, self.drafting = inner, StepCost(), Acceptance(), {}, None
         self.lookahead, self.block_bytes, self.typical = inner.lookahead, inner.block_bytes, inner.typical
 
     def attach(self, runner): self.inner.attach(runner)
@@ -97,12 +96,14 @@ class AdaptiveDrafter(Drafter):
         out = self.inner.propose([replace(n, silent=True) if i in silent else n for i, n in enumerate(news)], batch)
         took, fit, found = time.perf_counter() - start, self.cost.fit(), [i for i, tree in enumerate(out) if tree]
         if not found or fit is None: return out
-        depths, _ = choose_depths([self._levels(out[i], records[i].acceptance) for i in found], len(news), *fit, took)
+        if self.drafting is None or batch.num_tokens <= 2 * sum(1 + len(n.tree or ()) for n in news): self.drafting = took  # with a prompt in the step it says little
+        depths, pays = choose_depths([self._levels(out[i], records[i].acceptance) for i in found], len(news), *fit, self.drafting)
         for i, depth in zip(found, depths):
             r = records[i]
-            if depth: r.pause, r.probe = 2, False
-            elif r.probe: depth, r.probe = 1, False
-            else: r.left, r.pause, r.probe = r.pause, min(r.pause * 2, 64), True
+            if depth and pays: r.pause, r.probe = 2, False
+            else:
+                if r.probe: depth, r.probe = max(depth, 1), False
+                r.left, r.pause, r.probe = r.pause, min(r.pause * 2, 64), True
             out[i] = out[i].cut(len(out[i]), depth) if depth else None
         return out
 

@@ -410,16 +410,18 @@ class _as_library:
         for name, value in self.saved.items(): setattr(self.main, name, value)
 
 # %% ../nbs/38_async_llm.ipynb #b0ce3128
-async def tokenize(self: AsyncLLM, text: str, add_special_tokens: bool = True) -> list:
-    "Token ids of a text. Refuses, without tokenizing, what cannot fit."
+async def tokenize(self: AsyncLLM, text: str, add_special_tokens: bool = True, last: int | None = None) -> list:
+    "Token ids of a text, or only so many at its end. Refuses, without tokenizing, what cannot fit."
     if self.tokenizer is None: raise InvalidRequest("this model has no tokenizer: give token ids")
     if not text: raise InvalidRequest("the prompt is empty; at least one token is needed")
     try: text.encode()
     except UnicodeEncodeError as e: raise InvalidRequest(f"the prompt is no valid text: character {e.start} is one half of a pair") from None
     limit = self.ready.max_model_len
-    if len(text) > limit * self.longest_token: raise InvalidRequest(f"the prompt has {len(text):,} characters, at least {len(text) // self.longest_token:,} tokens; max_model_len is {limit:,}")
+    if last is not None: text = text[-(last + 16) * self.longest_token:]
+    if last is None and len(text) > limit * self.longest_token: raise InvalidRequest(f"the prompt has {len(text):,} characters, at least {len(text) // self.longest_token:,} tokens; max_model_len is {limit:,}")
     run = lambda: self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
-    return run() if len(text) < 2000 else await asyncio.to_thread(run)
+    ids = run() if len(text) < 2000 else await asyncio.to_thread(run)
+    return ids if last is None else ids[-last:]
 
 async def stream(self: AsyncLLM,
     prompt,  # text, token ids or a dict

@@ -86,6 +86,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken once from each token already in the output
     frequency_penalty: float = 0.0  # taken per occurrence in the output
     logit_bias: dict | None = None  # token id → added to its logit
+    allowed_token_ids: list | None = None  # nothing but these tokens
+    bad_words: list | None = None  # texts that must not occur in the answer, as the tokenizer writes them
     seed: int | None = None  # fixes the random numbers of this request
     stop: str | list | None = None  # texts that end the answer
     stop_token_ids: list | None = None  # tokens that end the answer
@@ -147,6 +149,14 @@ def _check(self: SamplingParams):
         if not isinstance(getattr(self, name), bool): raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
     if isinstance(self.structured_outputs, dict): self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
     if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))): raise InvalidRequest(f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r:.200}")
+    if self.allowed_token_ids is not None:
+        self.allowed_token_ids = as_list(self.allowed_token_ids, "allowed_token_ids", int)
+        if not self.allowed_token_ids: raise InvalidRequest("allowed_token_ids must not be empty")
+        for token in self.allowed_token_ids: check_number("allowed_token_ids", token, 0, MOST, integer=True)
+    self.bad_words = as_list(self.bad_words, "bad_words", str)
+    if sum(map(len, self.bad_words)) > 2**16: raise InvalidRequest(f"bad_words may have at most {2**16:,} characters together, got {sum(map(len, self.bad_words)):,}")
+    if len(self.bad_words) > 256: raise InvalidRequest(f"bad_words may have at most 256 texts, got {len(self.bad_words):,}")
+    if not all(w.strip() for w in self.bad_words): raise InvalidRequest("bad_words must not contain an empty text")
     if self.logit_bias is not None:
         if not isinstance(self.logit_bias, dict): raise InvalidRequest(f"logit_bias must be a dict, got {self.logit_bias!r}")
         for token in self.logit_bias:  # JSON has text keys, so "42" is taken too
@@ -308,6 +318,7 @@ class Request:
     cache_salt: str | None = None  # requests share prefixes only with requests of the same salt
     eos_token_ids: frozenset = frozenset()  # end tokens of the model
     seed: int = 0  # resolved seed: the params' own, or derived from the engine's
+    banned: list = field(default_factory=list)  # runs of tokens that `bad_words` forbid
     arrival_time: float = field(default_factory=time.monotonic)
     sequences: list = field(default_factory=list)  # one Sequence per answer
 

@@ -232,7 +232,10 @@ class ModelDrafter(Drafter):
             if not n.tokens: tokens = tokens[:context + int(batch.query_lens[n.place])]  # in the middle of a prompt
             done = self._done(n.seq, tokens, context)
             more = min(self.k, n.seq.capacity - len(tokens) + 1, n.seq.max_len - len(tokens) - 1) if n.wants_drafts else 0
-            end = min(len(tokens), n.seq.capacity)
+            end, size = min(len(tokens), n.seq.capacity), self.cache.block_size
+            if n.tokens and not n.wants_drafts and not n.seq.unborn and done // size == end // size:  # nobody asks, and the block is not full
+                n.seq.drafting = _Progress(min(done, end), [], n.seq.num_preemptions)
+                continue
             n.seq.drafting = _Progress(end, [], n.seq.num_preemptions)
             if done < end: todo.append((i, tokens[:end], done, more if end == len(tokens) else 0))
         out, chains, probs = [None] * len(news), {}, {}
@@ -258,7 +261,7 @@ class ModelDrafter(Drafter):
     def _done(self, seq, tokens: list, context: int) -> int:
         "How many of the tokens are in the pages already."
         p = seq.drafting
-        if p is None or p.preemptions != seq.num_preemptions: return context
+        if p is None or p.preemptions != seq.num_preemptions: return context if p is None else min(p.length, context)
         same = next((j for j, (a, b) in enumerate(zip(p.drafts, tokens[p.length:])) if a != b), min(len(p.drafts), len(tokens) - p.length))
         return min(p.length + same, len(tokens) - 1) if len(tokens) > p.length else p.length
 
@@ -354,5 +357,5 @@ def make_drafter(
         from llmserve.eagle import EagleDrafter
         return EagleDrafter(runner, method, **config)
     loaded = config.pop("model")
-    if isinstance(loaded, (str, bytes)) or hasattr(loaded, "__fspath__"): loaded = _packed(load(loaded, runner.config.dtype, runner.device, target=runner.loaded.model), runner)
+    if isinstance(loaded, (str, bytes)) or hasattr(loaded, "__fspath__"): loaded = _packed(load(loaded, runner.config.dtype, runner.device, target=runner.loaded), runner)
     return ModelDrafter(runner, loaded, **config)

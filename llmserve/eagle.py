@@ -35,6 +35,7 @@ class EagleConfig:
     eps: float = 1e-5
     layers: tuple = ()  # of the target, whose inputs are fused (version 3)
     bias: bool = True  # of fc (version 1)
+    qkv_bias: bool = False  # as heads for Qwen2 have
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
@@ -50,7 +51,7 @@ class EagleHead(nn.Module):
         self.config, h, wide = c, c.hidden_size, 2 * c.hidden_size if c.version == 3 else c.hidden_size
         self.fc = nn.Linear(3 * c.target_hidden, h, bias=False) if c.version == 3 else nn.Linear(2 * h, h, bias=c.bias)
         if c.version == 3: self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(h, c.eps) for _ in range(3))
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(wide, n * c.head_dim, bias=False) for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(wide, n * c.head_dim, bias=c.qkv_bias) for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, h, bias=False)
         self.post_attention_layernorm = RMSNorm(h, c.eps)
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(c.intermediate_size, h, bias=False)
@@ -114,7 +115,9 @@ def load_eagle(
     if len(out) != (target.vocab_size if ids is None else len(ids)): raise ValueError(f"this EAGLE head guesses among {len(out):,} tokens, the target has {target.vocab_size:,}")
     n = target.num_hidden_layers
     made = EagleHead(EagleConfig(found, h, names["gate_proj.weight"].shape[0], heads, names["k_proj.weight"].shape[0] // dim, dim, len(out), target.hidden_size, config.get("rms_norm_eps", 1e-5),
-                                 tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3)), "fc.bias" in names))
+                                 tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3)), "fc.bias" in names, "q_proj.bias" in names))
+    strange = sorted(k for k in names if k not in made.state_dict() and k not in ("lm_head.weight", "embed_tokens.weight", "d2t", "d2t_ids", "t2d") and not k.endswith("inv_freq"))
+    if strange: raise ValueError(f"{folder} holds {', '.join(strange[:4])}, for which an EAGLE-{found} head has no place")
     missing, _ = made.load_state_dict({k: v for k, v in names.items() if k in made.state_dict()}, strict=False)
     if missing: raise ValueError(f"{folder} lacks {', '.join(missing)}")
     dtype = model.get_input_embeddings().weight.dtype
@@ -125,8 +128,8 @@ def load_eagle(
 @dataclass(slots=True)
 class _State:
     done: int  # entries in the pages
-    at: int  # position of `feature`
-    feature: torch.Tensor | None
+    at: int  # position of the last feature
+    features: torch.Tensor | None  # [some, h] up to there, for the entries to be made
     preemptions: int
 
 @dataclass(slots=True)
@@ -159,7 +162,7 @@ class EagleDrafter(Drafter):
         else:
             self.static = best_paths(DEFAULT_ACCURACY, self.nodes) if tree == "static" else StaticTree(tree)
             self.depth, self.width, self.nodes = self.static.depth, max(p[-1] for p in self.static.paths) + 1, len(self.static.paths)
-            self.inner = {p[:-1] for p in self.static.paths}
+            self.paths, self.inner = set(self.static.paths), {p[:-1] for p in self.static.paths}
         self.lookahead = min(self.depth * self.width, MAX_NODES)
         self.group, c = full_group(runner.spec), self.head.config
         self.spec = replace(runner.spec, num_layers=1, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, windows=(None,))
@@ -170,6 +173,7 @@ class EagleDrafter(Drafter):
 
     def attach(self, runner):
         self.tap = FeatureTap(runner.model, list(self.head.config.layers) if self.head.config.version == 3 else None)
+        runner.heard = self.tap.seen
         self.embed, self.rotary = runner.model.get_input_embeddings(), rotary_of(runner.model)
 
     def allocate(self, num_blocks: list, host_blocks: list):
@@ -205,9 +209,14 @@ class EagleDrafter(Drafter):
         return self.head.leave(residual, F.pad((out if new is None else out[where]).flatten(1), fill))[:m]
 
     def offers(self, hidden) -> tuple:  # [n, width] tokens and log-probabilities, as lists
-        logits = self.head.logits(hidden).float()
-        values, ids = logits.topk(min(self.width, logits.shape[-1]), -1)
-        values = values - logits.logsumexp(-1, keepdim=True)
+        logits = self.head.logits(hidden)
+        if self.width == 1:  # nothing to choose between
+            ids = logits.argmax(-1, keepdim=True)
+            values = torch.zeros(ids.shape)
+        else:
+            logits = logits.float()
+            values, ids = logits.topk(min(self.width, logits.shape[-1]), -1)
+            values = values - logits.logsumexp(-1, keepdim=True)
         if self.head.d2t is not None: ids = self.head.d2t.to(ids.device)[ids]
         return ids.tolist(), values.tolist()
 
@@ -242,21 +251,23 @@ class EagleDrafter(Drafter):
             for p in range(c, c + len(here)):
                 if (p + 1) % size == 0: self.ends[s.tables[self.group][p // size]] = features[here[p - c]]
             state = s.drafting
-            if state is None or state.preemptions != s.num_preemptions or state.at != c - 1:
-                known = state is not None and state.at == c - 1
-                feature = None if c == 0 else state.feature if known else self.ends[s.tables[self.group][c // size - 1]]
-                state = _State(c, c - 1, feature, s.num_preemptions)
+            if state is None or state.at != c - 1: state = _State(c, c - 1, self.ends[s.tables[self.group][c // size - 1]][None] if c else None, s.num_preemptions)
+            elif state.preemptions != s.num_preemptions: state = replace(state, done=min(state.done, c))
             tokens = s.tokens + n.tokens if n.tokens else s.tokens[:c + len(here)]
             end = min(len(tokens), s.capacity)
             done = min(state.done, end)
-            for p in range(done, end):  # the entry of position p is made from the feature of p − 1
-                if p - 1 >= c: rows.append(here[p - 1 - c])
-                else:
-                    rows.append(len(features) + len(extra))
-                    extra.append(torch.zeros_like(features[:1]) if state.feature is None else state.feature[None])
-            if done < end: todo.append((i, tokens[done:end], done, len(tokens)))
-            s.drafting = _State(end, c + len(here) - 1, features[here[-1]].clone(), s.num_preemptions)
-            for child in s.unborn: child.drafting = replace(s.drafting, done=c + len(here), preemptions=child.num_preemptions)
+            later = state.features is not None and n.tokens and not n.wants_drafts and done // size == end // size  # nobody asks, and the block is not full: entries can wait
+            if later: kept = torch.cat([state.features, features[here]])
+            else:
+                for p in range(done, end):  # the entry of position p is made from the feature of p − 1
+                    if p - 1 >= c: rows.append(here[p - 1 - c])
+                    else:
+                        rows.append(len(features) + len(extra))
+                        extra.append(torch.zeros_like(features[:1]) if state.features is None else state.features[max(p - 2 - state.at, -len(state.features)):][:1])
+                if done < end: todo.append((i, tokens[done:end], done, len(tokens)))
+                done, kept = end, features[here[-1:]]
+            s.drafting = _State(done, c + len(here) - 1, kept.clone(), s.num_preemptions)
+            for child in s.unborn: child.drafting = replace(s.drafting, done=min(done, c + len(here)), preemptions=child.num_preemptions)
         return todo, rows, extra
 
     def _grow(self, growing: list, news: list):
@@ -284,11 +295,13 @@ class EagleDrafter(Drafter):
                 positions += [g.length + d - 1 for d in g.depths]
                 lists.append([0] * len(g.depths))
                 new += range(base + len(g.depths) - len(some), base + len(g.depths))
-            step = pack(lists, [g.length for g, _ in chosen], [[news[g.index].seq.tables[self.group] for g, _ in chosen]], self.cache.block_size, positions, np.array(masks, np.uint64).view(np.int64))
-            new = np.array(new)
-            old = np.ones(step.num_tokens, bool)
-            old[new] = False
-            step.slots[0][old] = -1
+            tables = [[news[g.index].seq.tables[self.group] for g, _ in chosen]]
+            if self.width == 1: step, new = pack([[t] for t in embedded], [g.length + depth - 2 for g, _ in chosen], tables, self.cache.block_size), None  # a chain is a text that goes on
+            else:
+                step, new = pack(lists, [g.length for g, _ in chosen], tables, self.cache.block_size, positions, np.array(masks, np.uint64).view(np.int64)), np.array(new)
+                old = np.ones(step.num_tokens, bool)
+                old[new] = False
+                step.slots[0][old] = -1
             hidden = torch.stack(hidden)
             result = self.run(step, self.embed(torch.tensor(embedded, device=hidden.device)).to(hidden.dtype), hidden, new)
             tokens, values, at, level = *self.offers(result), 0, []
@@ -303,7 +316,7 @@ class EagleDrafter(Drafter):
     def _add(self, g: _Growth, parent: int, tokens: list, values: list, score: float):
         path = g.ranks[parent] if parent >= 0 else ()
         for rank, (token, lp) in enumerate(zip(tokens, values)):
-            if self.static and (*path, rank) not in self.static.paths: continue
+            if self.static and (*path, rank) not in self.paths: continue
             g.tokens.append(token); g.parents.append(parent); g.scores.append(score + lp); g.ranks.append((*path, rank))
 
     def _extend(self, g: _Growth, level) -> list:

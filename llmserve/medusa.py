@@ -146,7 +146,9 @@ class MedusaDrafter(Drafter):
         self.ranks = max(p[-1] for p in self.tree.paths) + 1
         if acceptance == "typical": self.typical = posterior_threshold, posterior_alpha
 
-    def attach(self, runner): self.tap = FeatureTap(runner.model)
+    def attach(self, runner):
+        self.tap = FeatureTap(runner.model)
+        runner.heard = self.tap.seen
 
     def propose(self, news: list, batch: Batch) -> list:
         asked = [i for i, n in enumerate(news) if n.wants_drafts]

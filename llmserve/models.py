@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ALIASES', 'Alias', 'cache_dir', 'sha256_of', 'fetch_alias', 'read_member', 'convert_gguf', 'check_gguf',
            'check_safetensors', 'find', 'attend_with', 'listener', 'attention', 'register', 'ModelSpec', 'check_config',
-           'rope_types', 'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load',
-           'share_embeddings', 'load_tokenizer']
+           'rope_types', 'probe', 'end_tokens', 'choose_device', 'choose_dtype', 'LoadedModel', 'load', 'share_weights',
+           'load_tokenizer']
 
 # %% ../nbs/01_models.ipynb #c53f1457
 import hashlib
@@ -324,7 +324,7 @@ def load(
     device: str = "auto",
     tokenizer=None,  # a folder or id, if not the model's own
     trust_remote_code: bool = False,  # run code that comes with the model
-    target=None,  # the model whose embedding and output rows a draft model shares, where its config says `shares_embeddings`
+    target=None,  # the `LoadedModel` whose embedding, output rows and first layers a draft model shares, where its config says `shares_embeddings` and `shares_layers`
 ) -> LoadedModel:
     "Load a model with the engine's attention. Raises `InvalidModel` for what cannot be read or served exactly."
     import transformers
@@ -343,19 +343,29 @@ def load(
     except Exception as e: raise InvalidModel(f"{name} ({config.model_type}) cannot be loaded: {type(e).__name__}: {e}") from e
     finally: say.set_verbosity(level)
     absent = sorted(report.get("missing_keys") or []) + sorted(map(str, report.get("mismatched_keys") or []))
-    if shares: absent = share_embeddings(model, target, absent, str(name))
+    if shares: absent = share_weights(model, target, absent, str(name))
     if absent: raise InvalidModel(f"{name} ({config.model_type}): {len(absent)} weights are missing or of another shape, first {absent[0]}; transformers would fill them with random numbers")
     model = model.eval().to(device)
     return LoadedModel(model, load_tokenizer(tokenizer or folder, trust_remote_code), probe(model, str(name)), folder, device, dtype)
 
-def share_embeddings(model, target, absent: list, name: str) -> list:  # weights that are missing still
-    "Let a draft model read and write tokens by the rows of its target."
+def share_weights(model, target, absent: list, name: str) -> list:  # weights that are missing still
+    "Let a draft model read and write tokens by the rows of its target, and begin with its first layers."
     if target is None: raise InvalidModel(f"{name} is a draft model without an embedding of its own; it works beside its target only (speculative_config)")
-    theirs, mine = target.get_input_embeddings().weight, model.get_input_embeddings().weight
+    theirs, mine = target.model.get_input_embeddings().weight, model.get_input_embeddings().weight
     if theirs.shape != mine.shape: raise InvalidModel(f"{name} was made for a target with an embedding of {list(mine.shape)}; this one has {list(theirs.shape)}")
-    model.set_input_embeddings(target.get_input_embeddings())
-    model.set_output_embeddings(target.get_output_embeddings())
-    return [k for k in absent if "embed_tokens" not in k and "lm_head" not in k]
+    model.set_input_embeddings(target.model.get_input_embeddings())
+    model.set_output_embeddings(target.model.get_output_embeddings())
+    absent = [k for k in absent if "embed_tokens" not in k and "lm_head" not in k]
+    first = {k for k in absent if any(f".layers.{i}." in k for i in range(getattr(model.config, "shares_layers", 0)))}
+    if not first: return absent
+    from safetensors import safe_open
+    for path in sorted(target.folder.glob("*.safetensors")):  # the target in memory may have its layers merged
+        with safe_open(path, "pt") as f:
+            for k in first.intersection(absent, f.keys()):
+                if f.get_slice(k).get_shape() == list(model.get_parameter(k).shape):
+                    model.get_parameter(k).data.copy_(f.get_tensor(k))
+                    absent.remove(k)
+    return absent
 
 def load_tokenizer(
     name,  # as of `find`

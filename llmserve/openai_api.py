@@ -38,6 +38,10 @@ class _Sampling(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -101,6 +105,7 @@ class ResponsesRequest(_Sampling):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -122,7 +127,7 @@ class DetokenizeRequest(BaseModel):
     tokens: list[int]
 
 # %% ../nbs/39_openai_api.ipynb #fc838efe
-_names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+_names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
           "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs", "length_penalty", "early_stopping")
 
 def form_of(request: _Sampling) -> StructuredOutputsParams | None:
@@ -265,8 +270,15 @@ def choose_tools(tools: list | None, choice, parallel: bool = True) -> ToolChoic
     if choice not in ("none", "auto", "required"): raise InvalidRequest(f"tool_choice must be none, auto, required or name a function, got {choice!r:.100}")
     if choice == "none" or choice == "auto" and names: return ToolChoice(choice)
     if not names: raise InvalidRequest(f"tool_choice is {choice}, and there are no tools")
-    calls = [dict(type="object", properties=dict(name=dict(const=n), arguments=_parameters(t)), required=["name", "arguments"], additionalProperties=False) for n, t in zip(names, tools)]
-    return ToolChoice("required", None, StructuredOutputsParams(json=dict(type="array", minItems=1, maxItems=8 if parallel else 1, items=dict(anyOf=calls))))
+    for t in tools: limits_of(StructuredOutputsParams(json=_parameters(t)))
+    calls = [dict(type="object", properties=dict(name=dict(const=n), arguments={"$ref": f"#/$defs/{i}"}), required=["name", "arguments"], additionalProperties=False) for i, n in enumerate(names)]
+    return ToolChoice("required", None, StructuredOutputsParams(json={"type": "array", "minItems": 1, "maxItems": 8 if parallel else 1, "items": dict(anyOf=calls), "$defs": {str(i): _moved(_parameters(t), f"#/$defs/{i}") for i, t in enumerate(tools)}}))
+
+def _moved(schema, to: str):
+    "A schema whose references into itself are right where it is part of another."
+    if isinstance(schema, list): return [_moved(x, to) for x in schema]
+    if not isinstance(schema, dict): return schema
+    return {k: to + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, to) for k, v in schema.items()}
 
 def _parameters(tool: dict) -> dict: return tool["function"].get("parameters") or dict(type="object", properties={}, additionalProperties=False)
 

@@ -37,6 +37,7 @@ class Runner:
     ):
         self.config = config
         self.drafter = self.typical = None
+        self.heard = {}  # what a drafter hears of the model's inner values
         self._set_model(loaded or self._load())
         self.format = kv_format(config.kv_cache_dtype, self.loaded.dtype, self.spec.head_dim)
         if self.backend.name == "numba" and self.format.dtype == torch.float16: raise ValueError(f"kv_cache_dtype must be float32, bfloat16 or quantized with attention_backend='numba', got {config.kv_cache_dtype!r}")
@@ -278,7 +279,7 @@ def release_memory():
 
 def sampling_row(seq) -> SamplingRow:
     "What the sampler needs to know about a sequence."
-    return SamplingRow(seq.request.params, seq.seed, seq.tokens, seq.num_prompt_tokens, seq.end_tokens, seq.structure)
+    return SamplingRow(seq.request.params, seq.seed, seq.tokens, seq.num_prompt_tokens, seq.end_tokens, seq.request.banned, seq.structure)
 
 def _order(self: Runner, step: Step) -> list:
     "The order of the batch: as scheduled, unless sequences that share a prefix would then stand apart."
@@ -367,9 +368,10 @@ class DecodeGraphs:
         if size is None or n == 0 or batch.num_tokens != n or batch.ancestors is not None or (batch.query_lens != 1).any(): return None
         if size not in self.recorded: self.recorded[size] = self._record(size, batch)
         if self.recorded[size] is None: return None
-        static, replay, logits = self.recorded[size]
+        static, replay, logits, heard = self.recorded[size]
         if not static.fill(batch): return None
         replay()
+        self.runner.heard.update(heard)  # a replay calls no hooks; it writes to the same memory
         return logits[:n]
 
     def _record(self, size: int, batch: Batch):
@@ -383,7 +385,7 @@ class DecodeGraphs:
         def run():
             with torch.inference_mode(), attend_with(attend):
                 return runner.model(input_ids=static.token_ids[None], position_ids=static.positions[None], use_cache=False).logits[0]
-        try: return static, *self.capture(run)
+        try: return static, *self.capture(run), dict(runner.heard)
         except RuntimeError as e:  # a model with data-dependent control flow
             warnings.warn(f"decode steps of {size} are not recorded as a CUDA graph: {e}")
             return None

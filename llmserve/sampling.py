@@ -8,6 +8,7 @@ __all__ = ['uniform', 'SamplingRow', 'penalize', 'column', 'target_probs', 'draw
 
 # %% ../nbs/02_sampling.ipynb #e819084e
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class SamplingRow:
     tokens: list = field(default_factory=list)  # prompt and output so far
     num_prompt_tokens: int = 0
     end_tokens: frozenset = frozenset()  # not allowed before min_tokens
+    banned: list = field(default_factory=list)  # runs of tokens that must not occur in the output
     structure: object = None  # with a method `restrict(line, output)`: takes away what may not come next
 
     @property
@@ -52,15 +54,27 @@ class SamplingRow:
     @property
     def plain(self) -> bool:  # nothing to do before the argmax
         p = self.params
-        return (self.structure is None and p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and not p.logit_bias
+        return (self.structure is None and p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0 and not p.logit_bias and not self.banned and p.allowed_token_ids is None
                 and len(self.tokens) - self.num_prompt_tokens >= p.min_tokens)
 
 # %% ../nbs/02_sampling.ipynb #be3ae9b1
+@lru_cache(256)
+def _others(tokens: tuple, vocab: int, device) -> torch.Tensor:  # bool [vocab]
+    "All tokens but these."
+    mask = torch.ones(vocab, dtype=torch.bool)
+    mask[list(tokens)] = False
+    return mask.to(device)
+
+def _forbid(line, which):
+    "No token of these, unless nothing would be left (a form may leave no choice)."
+    left = line.index_fill(0, which, -torch.inf) if which.dtype == torch.long else line.masked_fill(which, -torch.inf)
+    if (left > -torch.inf).any(): line.copy_(left)
+
 def penalize(
     logits: torch.Tensor,  # [rows, vocab] float32, changed in place
     rows: list,  # SamplingRow per row
 ):
-    "Mask early end tokens, add biases, apply penalties."
+    "Mask what may not come, add biases, apply penalties."
     for i, row in enumerate(rows):
         if row.plain: continue
         p, line = row.params, logits[i]
@@ -68,7 +82,11 @@ def penalize(
         if row.structure is not None: row.structure.restrict(line, output)
         if len(output) < p.min_tokens and row.end_tokens:
             ends = torch.tensor(sorted(row.end_tokens), device=line.device)
-            if row.structure is None or (line > -torch.inf).sum() > (line[ends] > -torch.inf).sum(): line[ends] = -torch.inf  # a form that is complete ends all the same
+            _forbid(line, ends)  # a form that is complete ends all the same
+        if p.allowed_token_ids is not None: _forbid(line, _others(tuple(p.allowed_token_ids), len(line), line.device))
+        if row.banned:
+            last = [run[-1] for run in row.banned if len(run) <= len(output) + 1 and output[len(output) - len(run) + 1:] == run[:-1]]
+            if last: _forbid(line, torch.tensor(last, device=line.device))
         if p.logit_bias:
             line[torch.tensor(list(p.logit_bias), device=line.device)] += torch.tensor(list(p.logit_bias.values()), dtype=line.dtype, device=line.device)
         if p.repetition_penalty != 1:

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['log', 'encode_json', 'Deadline', 'Gone', 'error_response', 'error_of', 'unless_left', 'in_time', 'all_of',
            'EventStream', 'event', 'Job', 'drain', 'merged', 'usage_of', 'finite', 'chat_logprobs',
-           'completion_logprobs', 'read_template', 'Endpoints', 'completions', 'chat_jobs', 'message_of', 'chat',
-           'items_to_messages', 'responses', 'Door', 'make_app', 'serving', 'serve']
+           'completion_logprobs', 'read_template', 'Endpoints', 'completions', 'encode', 'chat_jobs', 'message_of',
+           'chat', 'items_to_messages', 'responses', 'Door', 'make_app', 'serving', 'serve']
 
 # %% ../nbs/40_server.ipynb #73dac938
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import logging
 import signal
@@ -213,14 +214,14 @@ class Endpoints:
         return Job(await self.llm.submit(ids, params, request_id, text, body.priority or 0, body.cache_salt))
 
     async def run(self, http: Request, make_jobs, write, stream: bool, timeout: float | None):
-        "Make jobs, then collect or stream them: `write` is (whole, events)."
-        whole, events = write
+        "Make jobs, then collect or stream them: `write` is (whole, events), and for another form of late errors (…, failed)."
+        whole, events, failed = (*write, None)[:3]
         jobs = await make_jobs()
         try:
             if not stream:
                 await unless_left(http, all_of([drain(self.llm, j) for j in jobs]), timeout)
                 return Response(encode_json(whole(jobs)), media_type="application/json")
-            source = self._guarded(events(jobs), timeout)
+            source = self._guarded(events(jobs), timeout, failed)
             first = await unless_left(http, anext(source), timeout)  # an error before the first token is a status, not an event
             return EventStream(first, source, http)
         except BaseException as e:
@@ -228,7 +229,7 @@ class Endpoints:
             if isinstance(e, Gone): return Response(status_code=499)
             raise
 
-    async def _guarded(self, events, timeout: float | None):
+    async def _guarded(self, events, timeout: float | None, failed=None):
         "Errors after the first event become the last event."
         until, sent = None if timeout is None else time.monotonic() + timeout, False
         try:
@@ -239,8 +240,8 @@ class Endpoints:
         except StopAsyncIteration: return
         except Exception as e:
             if not sent: raise
-            yield b"data: " + error_of(e).body + b"\n\n"
-            yield b"data: [DONE]\n\n"
+            if failed: yield failed(error_of(e))
+            else: yield b"data: " + error_of(e).body + b"\n\ndata: [DONE]\n\n"
         finally: await events.aclose()
 
 # %% ../nbs/40_server.ipynb #695fd800
@@ -257,11 +258,11 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
     head = dict(id=request_id, object="text_completion", created=created, model=self.name)
 
     async def make_jobs():
-        ids = await all_of([self.llm.tokenize(p) if isinstance(p, str) else _as_is(p) for p in prompts])
+        ids = await all_of([self.encode(body, p, True, params.max_tokens) for p in prompts])
         jobs = []
         try:
             for k, (i, p) in enumerate(zip(ids, prompts)):
-                job = await self.submit(i, params, body, f"{request_id}-{k}" if len(prompts) > 1 else request_id, p if isinstance(p, str) else None)
+                job = await self.submit(i, params, body, f"{request_id}-{k}" if len(prompts) > 1 else request_id, p if isinstance(p, str) and body.truncate_prompt_tokens is None else None)
                 job.first = k * n
                 jobs.append(job)
         except BaseException:
@@ -298,11 +299,20 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
         yield b"data: [DONE]\n\n"
     return await self.run(http, make_jobs, (whole, events), bool(body.stream), self.timeout(body))
 
-async def _as_is(ids): return ids
+async def encode(self: Endpoints, body, prompt, special: bool, max_tokens: int | None) -> list:
+    "Token ids of a prompt: with special tokens or without, whole or its end, as the request wants it."
+    last = body.truncate_prompt_tokens
+    if last is not None:
+        if last == 0: raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
+        check_number("truncate_prompt_tokens", last, -1, self.llm.ready.max_model_len, integer=True)
+        if last < 0: last = self.llm.ready.max_model_len - (max_tokens or 1)
+        if last < 1: raise InvalidRequest(f"with max_tokens={max_tokens:,} no prompt fits into max_model_len={self.llm.ready.max_model_len:,}")
+    if not isinstance(prompt, str): return prompt if last is None else prompt[-last:]
+    return await self.llm.tokenize(prompt, special if body.add_special_tokens is None else body.add_special_tokens, last)
 
 def _wire(found): return None if found is None else [d and {str(t): dict(logprob=finite(lp.logprob), rank=lp.rank, decoded_token=lp.decoded_token) for t, lp in d.items()} for d in found]
 
-Endpoints.completions = completions
+Endpoints.completions, Endpoints.encode = completions, encode
 
 # %% ../nbs/40_server.ipynb #655500c6
 async def chat_jobs(self: Endpoints, body, messages, tools, choice: ToolChoice, max_tokens, logprobs, request_id, **template) -> list:
@@ -310,9 +320,10 @@ async def chat_jobs(self: Endpoints, body, messages, tools, choice: ToolChoice, 
     form = form_of(body)
     if form and choice.form: raise InvalidRequest("an answer that must be a tool call cannot have another form too: leave out response_format, or set tool_choice to auto")
     params = sampling_params(body, max_tokens, logprobs, form or choice.form, self.defaults, self.config.max_n)
+    if choice.kind == "auto" and body.skip_special_tokens is None and any(t.special and t.content == OutputParser.marks[self.format][0] for t in getattr(self.llm.tokenizer, "added_tokens_decoder", {}).values()): params.skip_special_tokens = False  # a call begins with one
     render = lambda: render_chat(self.llm.tokenizer, messages, tools if choice.kind != "none" else None, **template)
     text = await asyncio.to_thread(render) if sum(len(str(m.get("content") or "")) for m in messages) > 5000 else render()
-    ids = await self.llm.tokenize(text, add_special_tokens=False)
+    ids = await self.encode(body, text, False, params.max_tokens)
     job = await self.submit(ids, params, body, request_id, text)
     thinking = bool(self.marks) and not params.structured_outputs and text.rstrip().endswith(self.marks[0])
     job.parsers = [OutputParser(choice, self.format, self.marks, thinking) for _ in range(params.n)]
@@ -341,6 +352,7 @@ async def chat(self: Endpoints, body: ChatRequest, http: Request):
 
     async def make_jobs():
         known = template_variables(self.llm.tokenizer, body.chat_template_kwargs)
+        if body.reasoning_effort is not None: known.setdefault("reasoning_effort", body.reasoning_effort)
         return await self.chat_jobs(body, messages, body.tools, choice, max_tokens, num, request_id, add_generation_prompt=body.add_generation_prompt is not False, continue_final_message=bool(body.continue_final_message), **known)
 
     def reason(o, calls): return "tool_calls" if calls and choice.kind != "named" and o.finish_reason == "stop" else o.finish_reason
@@ -398,7 +410,7 @@ def items_to_messages(items, instructions: str | None) -> list:
 
 async def responses(self: Endpoints, body: ResponsesRequest, http: Request):
     self.check_model(body.model)
-    for name in ("previous_response_id", "background"):
+    for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name): raise InvalidRequest(f"{name} is not supported: nothing is stored here; send the conversation as input")
     if body.n not in (None, 1): raise InvalidRequest("a response has one answer: leave n out")
     wanted = (body.text or {}).get("format") or {}
@@ -427,13 +439,12 @@ async def responses(self: Endpoints, body: ResponsesRequest, http: Request):
         output += [dict(type="function_call", id=new_id("fc_"), call_id=c["id"], status="completed", **c["function"]) for c in calls]
         return ended(jobs, output)
 
-    async def events(jobs):
-        number, output, open_item = 0, [], None  # open_item: (kind of piece, item, its text so far)
+    numbers = itertools.count()
+    def send(kind, **data): return event(dict(type=kind, sequence_number=next(numbers), **data), kind)
+    def failed(response): return send("response.failed", response=head | dict(status="failed", output=[], usage=None, incomplete_details=None, error=dict(code="server_error", message=json.loads(response.body)["error"]["message"])))
 
-        def send(kind, **data):
-            nonlocal number
-            number += 1
-            return event(dict(type=kind, sequence_number=number - 1, **data), kind)
+    async def events(jobs):
+        output, open_item = [], None  # open_item: (kind of piece, item, its text so far)
 
         def close():
             nonlocal open_item
@@ -482,7 +493,7 @@ async def responses(self: Endpoints, body: ResponsesRequest, http: Request):
             for e in close(): yield e
         done = ended(jobs, output)
         yield send(f"response.{done['status']}", response=done)
-    return await self.run(http, make_jobs, (whole, events), bool(body.stream), self.timeout(body))
+    return await self.run(http, make_jobs, (whole, events, failed), bool(body.stream), self.timeout(body))
 
 Endpoints.responses = responses
 

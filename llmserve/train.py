@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['TASKS', 'THINGS', 'NAMES', 'PLACES', 'ACTIONS', 'OPENINGS', 'PROGRAMS', 'PARTS', 'METHODS', 'set_task',
            'write_lessons', 'frequent_tokens', 'Taught', 'Teacher', 'TargetLoss', 'target_rows', 'dense_attention',
-           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'write_copying', 'TrainConfig',
-           'first_guesses', 'make_student', 'thinned', 'Trainer', 'train_together', 'train_head']
+           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'write_copying', 'least_squares',
+           'scale_of', 'sample_of', 'start_feature_map', 'start_draft', 'TrainConfig', 'first_guesses', 'make_student',
+           'thinned', 'Trainer', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import json
@@ -15,6 +16,7 @@ import math
 import random
 import time
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -193,7 +195,7 @@ def eagle_losses(
     taught: Taught,
     embed,  # the target's embedding
     rotary,  # the target's rotary embedding
-    steps: int = 4,  # of the training-time test (version 3); version 1 takes one
+    steps: int = 4,  # of the training-time test; version 1 is trained with one
     noise: float = 0.2,  # on the features of version 1, of their spread
 ) -> tuple:  # loss, agreement per step
     "One batch."
@@ -206,7 +208,7 @@ def eagle_losses(
     hidden = torch.cat([given.new_zeros(b, 1, given.shape[-1]), given[:, :-1]], 1)  # entry t has feature t − 1
     causal = torch.ones(n, n, dtype=torch.bool).triu(1)
     keys, values, loss, agreement = [], [], 0.0, []
-    for i in range(steps if c.version == 3 else 1):  # everything is moved by i: place t stands for position t + i
+    for i in range(steps):  # everything is moved by i: place t stands for position t + i
         move = lambda x, rest=0: torch.cat([x[:, i:], x.new_full((b, i), rest)], 1) if i else x
         x = embed(move(t.ids)).float()
         cos, sin = (v.float().expand(b, -1, -1).reshape(b * n, -1) for v in rotary(x, torch.arange(n)[None] + i))
@@ -219,8 +221,8 @@ def eagle_losses(
         counted = here >= 0
         part, guess = TargetLoss.apply((head.norm(hidden) if c.version == 3 else hidden)[counted], out, p, here[counted])
         agreement.append(float((guess == move(best)[counted]).sum() / move(t.says).sum().clamp(min=1)))  # a token that the head does not have is a miss
-        loss = loss + 0.8**i * part
-    if c.version == 1: loss = 0.1 * loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * t.says).sum() / t.says.sum().clamp(min=1)
+        loss = loss + 0.8**i * (part if c.version == 3 else 0.1 * part)
+        if c.version == 1 and i == 0: loss = loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * t.says).sum() / t.says.sum().clamp(min=1)
     return loss, agreement
 
 # %% ../nbs/35_train.ipynb #6e20e740
@@ -311,24 +313,87 @@ def write_copying(
         v[rows], o[:, rows] = torch.cat([principal[:, rows].T, torch.zeros(dim, h)], 1), gain * size * principal[:, rows]
 
 # %% ../nbs/35_train.ipynb #a96e02db
+def least_squares(
+    x,  # [n, p]
+    y,  # [n, q]
+) -> torch.Tensor:  # [p, q], the map from x to y, a little shrunk
+    cov = x.T @ x / len(x)
+    return torch.linalg.solve(cov + torch.eye(len(cov)) * cov.diagonal().mean() * 1e-3, x.T @ y / len(x))
+
+def scale_of(norm, size: int) -> torch.Tensor: return norm(torch.ones(1, size, dtype=norm.weight.dtype))[0].float()  # some models keep it less one
+
+def sample_of(lessons: list, tokens: int, num: int = 160) -> list:
+    "So many lessons, evenly; none if they have too few tokens to measure anything."
+    some = lessons[::max(len(lessons) // num, 1)][:num]
+    return some if sum(len(x["tokens"]) for x in some) >= tokens else []
+
+@torch.no_grad()
+def start_feature_map(
+    head: EagleHead,  # of version 1
+    model,  # the target
+    lessons: list,
+):
+    "`fc` becomes the best linear map from the token and the last feature to the next one."
+    xs, ys, some = [], [], sample_of(lessons, 4 * head.config.hidden_size)
+    if not some: return
+    teacher = Teacher(model, some)
+    for i in range(len(some)):
+        taught = teacher([i])
+        xs.append(torch.cat([model.get_input_embeddings()(taught.ids[0, 1:]).float(), taught.features[0, :-1].float()], -1))
+        ys.append(taught.features[0, 1:].float())
+    x, y = torch.cat(xs), torch.cat(ys)
+    w = least_squares(x - x.mean(0), y - y.mean(0))
+    head.fc.weight.copy_(w.T)
+    head.fc.bias.copy_(y.mean(0) - x.mean(0) @ w)
+
+@torch.no_grad()
+def start_draft(
+    draft,  # some layers of the target
+    model,  # the target
+    lessons: list,
+    sure: float = 4.0,  # what the gates see
+):
+    "Units of the last MLP become the best linear map to what the target's last norm takes; nothing is done where the layer is of another kind."
+    layer, h = draft.model.layers[-1], model.config.hidden_size
+    mlp, some = layer.mlp, sample_of(lessons, 4 * model.config.hidden_size)
+    if not some or not hasattr(mlp, "gate_proj") or mlp.gate_proj.out_features < h or hasattr(layer, "post_feedforward_layernorm"): return
+    mlp.down_proj.weight[:, :h] = 0.0  # the other units stay
+    seen, xs, states, ys = {}, [], [], []
+    hooks = [mlp.register_forward_hook(lambda m, given, out: seen.update(x=given[0])), draft.model.norm.register_forward_hook(lambda m, given, out: seen.update(state=given[0]))]
+    teacher, scale = Teacher(model, some), scale_of(model.model.norm, h)
+    for i in range(len(some)):
+        taught = teacher([i])
+        draft.model(taught.ids, use_cache=False)
+        xs.append(seen["x"][0, 1:].float())
+        states.append(seen["state"][0, 1:].float())
+        ys.append(taught.features[0, 1:].float() / scale)
+    for hook in hooks: hook.remove()
+    x, state, y = map(torch.cat, (xs, states, ys))
+    size = 2 * state.pow(2).mean(-1).sqrt().median()
+    gate = sure * x.mean(0) / x.mean(0).pow(2).sum()
+    w = least_squares(x * mlp.act_fn(x @ gate)[:, None], y * y.pow(2).mean(-1, keepdim=True).rsqrt() * size - state)
+    mlp.gate_proj.weight[:h], mlp.up_proj.weight[:h], mlp.down_proj.weight[:, :h] = gate, torch.eye(h), w.T
+
+# %% ../nbs/35_train.ipynb #dc9f6f6d
 @dataclass
 class TrainConfig:
     "How a head is trained."
     method: str  # medusa, eagle1, eagle3, draft
     minutes: float = 20.0  # of training, over all calls
     batch: int = 4  # conversations of a step
-    lr: float | None = None  # None: 2e-3, and 1e-3 for a draft model, whose layers know much already
+    lr: float | None = None  # None: 2e-3; 1e-3 for a draft model and 5e-4 for EAGLE-1, which begin near a good place
     optimizer: str = "muon"  # of the matrices: muon or adamw
     draft_vocab: int = 16384  # tokens the head chooses among
     steps: int = 4  # of the training-time test
     medusa_heads: int = 4
     medusa_layers: int = 2
-    draft_layers: tuple | None = None  # of the target, in order; None: its first four
+    draft_layers: tuple | None = None  # of the target, in order; None: its first seven and one at seven tenths
+    draft_shared: int = 4  # so many of them, where they are the target's first ones, stay as they are and are not stored
     seed: int = 0
 
     def __post_init__(self):
         if self.method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        for name, low in (("batch", 1), ("draft_vocab", 1), ("steps", 1), ("medusa_heads", 1), ("medusa_layers", 1), ("minutes", 0), ("lr", 0)):
+        for name, low in (("batch", 1), ("draft_vocab", 1), ("steps", 1), ("medusa_heads", 1), ("medusa_layers", 1), ("draft_shared", 0), ("minutes", 0), ("lr", 0)):
             if getattr(self, name) is not None: check_number(name, getattr(self, name), low, integer=name not in ("minutes", "lr"))
         if self.optimizer not in ("muon", "adamw"): raise ValueError(f"optimizer must be muon or adamw, got {self.optimizer!r}")
 
@@ -347,7 +412,7 @@ def make_student(config: TrainConfig, model, lessons: list):
         import copy
         import transformers
         c = copy.deepcopy(target)
-        chosen = config.draft_layers or tuple(range(min(4, n)))
+        chosen = config.draft_layers or tuple(sorted({*range(min(7, n)), 7 * n // 10}))
         if not all(0 <= i < n for i in chosen): raise ValueError(f"draft_layers are of the target's {n} layers, got {chosen}")
         c.num_hidden_layers = len(chosen)
         if getattr(c, "layer_types", None): c.layer_types = [target.layer_types[i] for i in chosen]
@@ -356,8 +421,10 @@ def make_student(config: TrainConfig, model, lessons: list):
         student.model.norm.load_state_dict(model.model.norm.state_dict())
         for a, i in zip(student.model.layers, chosen): a.load_state_dict(model.model.layers[i].state_dict())
         with torch.no_grad(): student.model.norm.weight.mul_(0.25)  # so few layers should not be as sure as the whole
+        if len(chosen) < n: start_draft(student, model, lessons)
         student.requires_grad_(False)
-        for part in (student.model.layers, student.model.norm): part.requires_grad_(True)
+        student.shared = [i for i, k in takewhile(lambda x: x[0] == x[1], enumerate(chosen[:min(config.draft_shared, len(chosen) - 1)]))]
+        for part in (student.model.layers[len(student.shared):], student.model.norm): part.requires_grad_(True)
         return student
     d2t = frequent_tokens(lessons, config.draft_vocab, target.vocab_size)
     out = output_rows(model, d2t)
@@ -369,8 +436,7 @@ def make_student(config: TrainConfig, model, lessons: list):
     last = model.model.layers[n - 1]
     with torch.no_grad():  # a warm start: the target's last layer, fed with the feature as it is
         for name in ("gate_proj", "up_proj", "down_proj"): getattr(head, name).weight.copy_(getattr(last.mlp, name).weight)
-        scale_of = lambda norm: norm(torch.ones(1, h, dtype=norm.weight.dtype))[0]  # some models keep it less one
-        head.post_attention_layernorm.weight.copy_(scale_of(getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm)))
+        head.post_attention_layernorm.weight.copy_(scale_of(getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm), h))
         head.o_proj.weight.copy_(last.self_attn.o_proj.weight)
         for name in ("q_proj", "k_proj", "v_proj"):
             w = getattr(last.self_attn, name).weight
@@ -382,13 +448,14 @@ def make_student(config: TrainConfig, model, lessons: list):
         head.fc.weight.mul_(0.1 if version == 1 else 0.0)
         if version == 3:
             head.fc.weight[:, 2 * h:].copy_(torch.eye(h))
-            head.norm.weight.copy_(scale_of(model.model.norm))
-            head.hidden_norm.weight.copy_(scale_of(last.input_layernorm))
+            head.norm.weight.copy_(scale_of(model.model.norm, h))
+            head.hidden_norm.weight.copy_(scale_of(last.input_layernorm, h))
         else:
             head.fc.weight[:, h:] += torch.eye(h)
             head.fc.bias.zero_()
             for name in ("o_proj", "down_proj"): getattr(head, name).weight.zero_()  # at first the next feature is the last one: features are behind the norm, where the layer's own scale is wrong
     if version == 3: write_copying(head, model, lessons, config.seed)
+    else: start_feature_map(head, model, lessons)
     return head
 
 def thinned(history: list, every: int = 25) -> list:
@@ -405,7 +472,7 @@ class Trainer:
         lessons: list,
         folder,  # for checkpoints and the result
     ):
-        self.lr = config.lr or (1e-3 if config.method == "draft" else 2e-3)
+        self.lr = config.lr or dict(draft=1e-3, eagle1=5e-4).get(config.method, 2e-3)
         self.config, self.lessons, self.folder = config, lessons, Path(folder)
         self.student = make_student(config, model, lessons)
         self.teacher = Teacher(model, lessons, self.student.config.layers if config.method == "eagle3" else ())
@@ -423,7 +490,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             if self.config.method == "medusa": return medusa_losses(self.student, taught)
             if self.config.method == "draft": return draft_losses(self.student, taught, self.teacher.out)
-            return eagle_losses(self.student, taught, self.embed, self.rotary, self.config.steps)
+            return eagle_losses(self.student, taught, self.embed, self.rotary, self.config.steps if self.config.method == "eagle3" else 1)
 
     def chosen(self) -> list:
         "The conversations of this step: all of them in a new order, again and again, those of about one length together."
@@ -468,8 +535,9 @@ class Trainer:
         about = dict(method=c.method, training=asdict(c) | dict(steps_done=self.step, tokens=self.tokens, seconds=round(self.seconds)))
         weights = {k: v.to(dtype) for k, v in s.state_dict().items()}
         if c.method == "draft":  # its embedding and output rows are the target's
-            own = {k: v for k, v in weights.items() if "embed_tokens" not in k and "lm_head" not in k}
-            save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, dtype=str(dtype).removeprefix("torch.")))
+            theirs = ("embed_tokens.", "lm_head.", *(f"layers.{i}." for i in s.shared))
+            own = {k: v for k, v in weights.items() if not any(x in f".{k}" for x in theirs)}
+            save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, shares_layers=len(s.shared), dtype=str(dtype).removeprefix("torch.")))
         elif c.method == "medusa":
             last = self.history[-50:]
             rates = [[sum(h["agreement"][k][r] for h in last) / max(len(last), 1) for r in range(8)] for k in range(c.medusa_heads)]

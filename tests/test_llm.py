@@ -129,6 +129,24 @@ def test_penalties_and_bias_change_the_answer(llm):
     assert plain[0] not in ask(llm, "la la la la la", max_tokens=1, logit_bias={plain[0]: -100})[0].outputs[0].token_ids
 
 
+def test_bad_words_do_not_occur(llm):
+    prompt, words = "Once upon a time, in a small village by the sea,", []
+    for _ in range(4):  # each answer's words are forbidden in the next
+        text = ask(llm, [prompt], bad_words=words or None)[0].outputs[0].text
+        assert not any(w in text.split() for w in words)
+        words += [w for w in text.split() if w.isalpha()][:3]
+    assert len(words) >= 9
+    drafting = LLM(engine=make_engine("smollm2-135m", max_model_len=512, kv_cache_memory="64MiB", speculative_config=dict(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)), quiet=True)
+    asked = "Say it again: red green blue red green blue red green blue red green"
+    assert ask(drafting, [asked], bad_words=["blue"])[0].outputs[0].token_ids == ask(llm, [asked], bad_words=["blue"])[0].outputs[0].token_ids
+
+
+def test_allowed_tokens(llm):
+    ids = [i for w in (" red", " green", " blue") for i in llm.tokenizer(w).input_ids]
+    for t in (0.0, 1.5): assert set(ask(llm, ["Colours:"], allowed_token_ids=ids, temperature=t)[0].outputs[0].token_ids) <= set(ids)
+    with pytest.raises(InvalidRequest, match="allowed_token_ids has token id 60000"): ask(llm, ["a"], allowed_token_ids=[60000])
+
+
 def test_one_bad_prompt_among_many(llm):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -91,6 +91,21 @@ def test_extras_of_vllm(client):
         assert check(text), (body, text)
 
 
+def test_allowed_and_cut_prompts(client, server):
+    ids = post(server, "/tokenize", prompt=" red green").json()["tokens"]
+    got = client.completions.create(model=MODEL, prompt="Colours:", max_tokens=8, extra_body=dict(allowed_token_ids=ids))
+    assert set(got.choices[0].text.split()) <= {"red", "green"}
+    long = " ".join(f"word{i}" for i in range(3000))
+    whole = post(server, "/tokenize", prompt=long[-2000:]).json()["tokens"]
+    for prompt in (long, whole):
+        got = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1, temperature=0, echo=True, extra_body=dict(truncate_prompt_tokens=7, return_token_ids=True))
+        assert got.usage.prompt_tokens == 7
+    room = client.models.list().data[0].model_extra["max_model_len"]
+    assert client.completions.create(model=MODEL, prompt=long, max_tokens=4, extra_body=dict(truncate_prompt_tokens=-1)).usage.prompt_tokens == room - 4
+    for body, words in ((dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"), (dict(allowed_token_ids=[]), "allowed_token_ids"), (dict(bad_words=[""]), "bad_words")):
+        with pytest.raises(openai.BadRequestError, match=words): client.completions.create(model=MODEL, prompt="a", extra_body=body)
+
+
 def test_parts_and_system(client):
     parts = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Name three "}, {"type": "text", "text": "colours."}]}]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name three colours."}]
@@ -140,6 +155,14 @@ def test_tools_are_called(client, choice, stream):
     name, arguments = found[0][0], json.loads(found[0][1])
     assert name in ("get_weather", "get_time") and set(arguments) == ({"zone"} if name == "get_time" else {"city", "unit"})
     if choice != "required": assert name == "get_time"
+
+
+def test_tools_may_refer_to_their_own_definitions(client):
+    "As pydantic writes nested models; two tools with definitions of one name."
+    tool = lambda name, unit: {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"size": {"$ref": "#/$defs/Size"}}, "required": ["size"], "additionalProperties": False, "$defs": {"Size": {"type": "object", "properties": {unit: {"type": "integer", "minimum": 0, "maximum": 99}}, "required": [unit], "additionalProperties": False}}}}}
+    got = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Cut a board, 20 cm."}], tools=[tool("cut", "cm"), tool("weigh", "kg")], tool_choice="required", parallel_tool_calls=False, max_tokens=80, temperature=0)
+    call = got.choices[0].message.tool_calls[0].function
+    assert list(json.loads(call.arguments)["size"]) == [{"cut": "cm", "weigh": "kg"}[call.name]]
 
 
 def test_tool_results_go_back(client):

@@ -120,6 +120,40 @@ def test_triton_interpreted(tiny):
     assert go(engine, work) == plain and accepted(engine) > 8
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_hear_recorded_steps(method, tiny):
+    "A replayed graph calls no hooks. Every second step is plain and comes from one; the trees are the same as without."
+    import torch
+
+    from llmserve.runner import DecodeGraphs
+
+    def record(run):
+        out, heard = run(), engine.runner.heard
+        seen = dict(heard)
+
+        @torch.inference_mode()
+        def replay():
+            out.copy_(run())
+            for i, x in seen.items(): x.copy_(heard[i])
+            heard.clear()
+        return replay, out
+
+    found = []
+    for graphs in (False, True):
+        engine = make_engine(tiny("llama"), max_model_len=64, attention_backend="triton", speculative_config=dict(CONFIGS[method], model=head_for(CONFIGS[method]["method"], tiny("llama"))))
+        engine.runner.graphs = DecodeGraphs(engine.runner, (1, 2), record) if graphs else None
+        trees, propose = [], engine.runner.drafter.propose
+        def every_second(news, batch):
+            out = propose(news, batch)
+            trees.append([t and t.tokens for t in out])
+            return out if len(trees) % 2 == 0 else [None] * len(news)
+        engine.runner.drafter.propose = every_second
+        go(engine, [(REPEATING[0], dataclasses.replace(GREEDY, max_tokens=6))])
+        found.append(trees)
+        if graphs: assert engine.runner.graphs.recorded
+    assert found[0] == found[1] and any(t for step in found[0] for t in step)
+
+
 CONFIGS = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0), "draft": dict(method="draft_model", num_speculative_tokens=3),
            "medusa": dict(method="medusa", num_speculative_tokens=10), "eagle": dict(method="eagle", num_speculative_tokens=4), "eagle2": dict(method="eagle", num_speculative_tokens=14, tree="dynamic", tree_depth=4, tree_width=3),
            "eagle static": dict(method="eagle", num_speculative_tokens=12, tree="static"), "eagle3": dict(method="eagle3", num_speculative_tokens=14, tree="dynamic", tree_depth=4, tree_width=3)}
@@ -296,7 +330,7 @@ def test_a_draft_model_shares_the_rows_of_its_target(tiny, tmp_path):
     draft = engine.runner.drafter.loaded.model
     assert draft.get_input_embeddings() is loaded(str(tiny("llama"))).model.get_input_embeddings()
     with pytest.raises(InvalidModel, match="beside its target only"): load(tmp_path)
-    with pytest.raises(InvalidModel, match=r"made for a target with an embedding of \[160, 64\]; this one has \[49152, 576\]"): load(tmp_path, target=loaded("smollm2-135m").model)
+    with pytest.raises(InvalidModel, match=r"made for a target with an embedding of \[160, 64\]; this one has \[49152, 576\]"): load(tmp_path, target=loaded("smollm2-135m"))
     with pytest.raises(ValueError, match="of the target's 4 layers"): Trainer(TrainConfig("draft", draft_layers=(0, 9)), target, [], tmp_path / "b")
 
 
@@ -319,6 +353,16 @@ def real_answers(format, each, length, batch=1):
     return prompts, out
 
 
+def is_tie(prompt, one, two):
+    "Whether two answers part where the model could not tell: another rounding of some K or V in int8 is enough for that."
+    at = next(j for j, (x, y) in enumerate(zip(one, two)) if x != y)
+    engine = make_engine("smollm2-135m", max_model_len=512, kv_cache_dtype="int8")
+    request = engine.add(prompt + one[:at], SamplingParams(temperature=0, max_tokens=1, logprobs=2))
+    while engine.has_work: (update,) = engine.step() or [None]
+    best = {t: lp.logprob for t, lp in update.logprobs[0].items()}
+    return {one[at], two[at]} <= set(best) and abs(best[one[at]] - best[two[at]]) < 0.02
+
+
 def check_real(method, batch, settings, each, length):
     settings, config = dict(settings), dict(REAL[method])
     harsh, again = settings.pop("harsh", None), settings.pop("again", False)
@@ -328,7 +372,10 @@ def check_real(method, batch, settings, each, length):
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     for _ in range(1 + again):
         for a in range(0, len(prompts), batch):
-            assert go(engine, [(p, params) for p in prompts[a:a + batch]], harsh) == plain[a:a + batch], (method, a)
+            found = go(engine, [(p, params) for p in prompts[a:a + batch]], harsh)
+            other = [i for i, x in enumerate(found) if x != plain[a + i]]
+            assert not other or "kv_cache_dtype" in settings and len(other) <= max(len(found) // 4, 1), (method, a, other)
+            for i in other: assert is_tie(prompts[a + i], found[i][0], plain[a + i][0]), (method, a + i)
     assert accepted(engine) > each
 
 

@@ -118,6 +118,8 @@ def test_deadline(small):
     assert got.status_code == 408 and "0.3 s" in got.json()["error"]["message"]
     streamed = httpx.post(small.url + "/v1/completions", json=dict(LONG, timeout=1.0, stream=True), timeout=60)
     assert streamed.status_code == 200 and '"timeout"' in streamed.text and streamed.text.rstrip().endswith("data: [DONE]")
+    response = httpx.post(small.url + "/v1/responses", json=dict(input="Tell me a long story.", ignore_eos=True, timeout=1.0, stream=True), timeout=60)
+    assert response.text.rstrip().splitlines()[-2] == "event: response.failed" and "longer than 1 s" in response.text
     well(small)
 
 
