@@ -76,7 +76,7 @@ def add(self: Engine,
     banned = token_runs(self.runner.loaded.tokenizer, params.bad_words, vocab) if params.bad_words else []
     if params.beam_width:
         going_on = len(set(range(vocab) if params.allowed_token_ids is None else params.allowed_token_ids) - self.spec.eos_token_ids - set(params.stop_token_ids)) - len(banned)
-        if params.beam_width > going_on: raise InvalidRequest(f"beam_width={params.beam_width} is more than the tokens that can go on: {max(going_on, 0):,} may come and do not end an answer")
+        if params.beam_width > going_on: raise InvalidRequest(f"beam_width={params.beam_width} is more than the tokens that can go on: the vocabulary has {vocab:,}, and {max(going_on, 0):,} of them may come and do not end an answer")
     if request_id is None: request_id = next(name for i in self._ids if (name := f"r{i}") not in self.requests)
     if request_id in self.requests: raise InvalidRequest(f"a request with id {request_id!r} is running already")
     seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + self._num_added * 7_919) % 2**62

@@ -227,7 +227,7 @@ def test_beams_on_a_real_model():
 def test_what_a_search_cannot_have(tiny):
     engine = make_engine(tiny("llama"), max_model_len=128, max_num_seqs=8, num_gpu_blocks_override=20)
     for params, message in [(dict(beam_width=9), "beam_width=9 is more than max_num_seqs=8"), (dict(beam_width=8, max_tokens=100), "in 8 beams need .* blocks of 16 tokens, the pool has 20"),
-                            (dict(beam_width=200), "vocabulary has 160")]:
+                            (dict(beam_width=200), "vocabulary has 160"), (dict(beam_width=4, allowed_token_ids=[5, 6, 7]), "3 of them may come")]:
         with pytest.raises(InvalidRequest, match=message): engine.add(prompt_of(20), SamplingParams(**{"max_tokens": 4, **params}))
     with pytest.raises(InvalidRequest, match="n must be at most beam_width=2, got 3"): SamplingParams(n=3, beam_width=2)
     assert not engine.has_work
