@@ -102,7 +102,7 @@ class AdaptiveDrafter(Drafter):
             r = records[i]
             if depth and pays: r.pause, r.probe = 2, False
             else:
-                if r.probe: depth, r.probe = max(depth, 1), False
+                if r.probe: depth = max(depth, 1)
                 r.left, r.pause, r.probe = r.pause, min(r.pause * 2, 64), True
             out[i] = out[i].cut(len(out[i]), depth) if depth else None
         return out

@@ -261,7 +261,8 @@ class ModelDrafter(Drafter):
     def _done(self, seq, tokens: list, context: int) -> int:
         "How many of the tokens are in the pages already."
         p = seq.drafting
-        if p is None or p.preemptions != seq.num_preemptions: return context if p is None else min(p.length, context)
+        if p is None: return context
+        if p.preemptions != seq.num_preemptions: return min(p.length, context)
         same = next((j for j, (a, b) in enumerate(zip(p.drafts, tokens[p.length:])) if a != b), min(len(p.drafts), len(tokens) - p.length))
         return min(p.length + same, len(tokens) - 1) if len(tokens) > p.length else p.length
 

@@ -266,7 +266,7 @@ class EagleDrafter(Drafter):
                         extra.append(torch.zeros_like(features[:1]) if state.features is None else state.features[max(p - 2 - state.at, -len(state.features)):][:1])
                 if done < end: todo.append((i, tokens[done:end], done, len(tokens)))
                 done, kept = end, features[here[-1:]]
-            s.drafting = _State(done, c + len(here) - 1, kept.clone(), s.num_preemptions)
+            s.drafting = _State(done, c + len(here) - 1, kept, s.num_preemptions)
             for child in s.unborn: child.drafting = replace(s.drafting, done=min(done, c + len(here)), preemptions=child.num_preemptions)
         return todo, rows, extra
 

@@ -192,6 +192,7 @@ class Endpoints:
         if config.chat_template and llm.tokenizer is not None: llm.tokenizer.chat_template = read_template(config.chat_template)
         self.template = getattr(llm.tokenizer, "chat_template", None)
         self.format, self.marks = tool_format(self.template), reasoning_marks(self.template)
+        self.special_calls = any(t.special and t.content == OutputParser.marks[self.format][0] for t in getattr(llm.tokenizer, "added_tokens_decoder", {}).values())  # a call begins with a special token
         self.defaults = self._defaults()
 
     def _defaults(self) -> dict:
@@ -320,7 +321,7 @@ async def chat_jobs(self: Endpoints, body, messages, tools, choice: ToolChoice, 
     form = form_of(body)
     if form and choice.form: raise InvalidRequest("an answer that must be a tool call cannot have another form too: leave out response_format, or set tool_choice to auto")
     params = sampling_params(body, max_tokens, logprobs, form or choice.form, self.defaults, self.config.max_n)
-    if choice.kind == "auto" and body.skip_special_tokens is None and any(t.special and t.content == OutputParser.marks[self.format][0] for t in getattr(self.llm.tokenizer, "added_tokens_decoder", {}).values()): params.skip_special_tokens = False  # a call begins with one
+    if choice.kind == "auto" and body.skip_special_tokens is None and self.special_calls: params.skip_special_tokens = False
     render = lambda: render_chat(self.llm.tokenizer, messages, tools if choice.kind != "none" else None, **template)
     text = await asyncio.to_thread(render) if sum(len(str(m.get("content") or "")) for m in messages) > 5000 else render()
     ids = await self.encode(body, text, False, params.max_tokens)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['TASKS', 'THINGS', 'NAMES', 'PLACES', 'ACTIONS', 'OPENINGS', 'PROGRAMS', 'PARTS', 'METHODS', 'set_task',
            'write_lessons', 'frequent_tokens', 'Taught', 'Teacher', 'TargetLoss', 'target_rows', 'dense_attention',
-           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'write_copying', 'least_squares',
-           'scale_of', 'sample_of', 'start_feature_map', 'start_draft', 'TrainConfig', 'first_guesses', 'make_student',
-           'thinned', 'Trainer', 'train_together', 'train_head']
+           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'sample_of', 'write_copying',
+           'least_squares', 'scale_of', 'start_feature_map', 'start_draft', 'TrainConfig', 'first_guesses',
+           'make_student', 'thinned', 'Trainer', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import json
@@ -16,7 +16,6 @@ import math
 import random
 import time
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -265,6 +264,11 @@ def canonical_directions(
     u, _, vt = torch.linalg.svd(wa @ (a.T @ b / len(a)) @ wb)
     return wa @ u[:, :k], wb @ vt[:k].T
 
+def sample_of(lessons: list, tokens: int, num: int = 160) -> list:
+    "So many lessons, evenly; none if they have too few tokens to measure anything."
+    some = lessons[::max(len(lessons) // num, 1)][:num]
+    return some if sum(len(x["tokens"]) for x in some) >= tokens else []
+
 @torch.no_grad()
 def write_copying(
     head: EagleHead,  # of version 3, warm from the target's last layer
@@ -278,8 +282,8 @@ def write_copying(
     c, embed = head.config, model.get_input_embeddings()
     h, dim, n, cur, prev = c.hidden_size, c.head_dim, 2 * c.num_heads // 3, c.hidden_size // 8, c.hidden_size // 16
     slow = (model.model.rotary_emb.inv_freq < 0.005).nonzero().flatten() if hasattr(model.model.rotary_emb, "inv_freq") else torch.tensor([])
-    some = lessons[::max(len(lessons) // 128, 1)][:128]
-    if len(slow) < 4 or n * dim > h or sum(len(x["tokens"]) for x in some) < 2 * h: return
+    some = sample_of(lessons, 2 * h, 128)
+    if len(slow) < 4 or n * dim > h or not some: return
     unit = lambda x: x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt()
     low, high, words, teacher = [], [], [], Teacher(model, some, c.layers)
     for i in range(len(some)):
@@ -321,11 +325,6 @@ def least_squares(
     return torch.linalg.solve(cov + torch.eye(len(cov)) * cov.diagonal().mean() * 1e-3, x.T @ y / len(x))
 
 def scale_of(norm, size: int) -> torch.Tensor: return norm(torch.ones(1, size, dtype=norm.weight.dtype))[0].float()  # some models keep it less one
-
-def sample_of(lessons: list, tokens: int, num: int = 160) -> list:
-    "So many lessons, evenly; none if they have too few tokens to measure anything."
-    some = lessons[::max(len(lessons) // num, 1)][:num]
-    return some if sum(len(x["tokens"]) for x in some) >= tokens else []
 
 @torch.no_grad()
 def start_feature_map(
@@ -403,8 +402,8 @@ def first_guesses(agreement: list) -> list:
     "How often the best guess of each depth is right; Medusa's heads tell it by rank."
     return [x[0] if isinstance(x, list) else x for x in agreement]
 
-def make_student(config: TrainConfig, model, lessons: list):
-    "A head or draft model to be trained, started from the target's own weights where they fit."
+def make_student(config: TrainConfig, model, lessons: list, start: bool = True):
+    "A head or draft model to be trained, started from the target's own weights where they fit, and from what `lessons` tell, unless a checkpoint will replace it (`start=False`)."
     target = model.config
     n, h = target.num_hidden_layers, target.hidden_size
     torch.manual_seed(config.seed)
@@ -421,10 +420,11 @@ def make_student(config: TrainConfig, model, lessons: list):
         student.model.norm.load_state_dict(model.model.norm.state_dict())
         for a, i in zip(student.model.layers, chosen): a.load_state_dict(model.model.layers[i].state_dict())
         with torch.no_grad(): student.model.norm.weight.mul_(0.25)  # so few layers should not be as sure as the whole
-        if len(chosen) < n: start_draft(student, model, lessons)
+        if start and len(chosen) < n: start_draft(student, model, lessons)
         student.requires_grad_(False)
-        student.shared = [i for i, k in takewhile(lambda x: x[0] == x[1], enumerate(chosen[:min(config.draft_shared, len(chosen) - 1)]))]
-        for part in (student.model.layers[len(student.shared):], student.model.norm): part.requires_grad_(True)
+        most = min(config.draft_shared, len(chosen) - 1)
+        student.num_shared = next((k for k, i in enumerate(chosen[:most]) if k != i), most)
+        for part in (student.model.layers[student.num_shared:], student.model.norm): part.requires_grad_(True)
         return student
     d2t = frequent_tokens(lessons, config.draft_vocab, target.vocab_size)
     out = output_rows(model, d2t)
@@ -454,6 +454,7 @@ def make_student(config: TrainConfig, model, lessons: list):
             head.fc.weight[:, h:] += torch.eye(h)
             head.fc.bias.zero_()
             for name in ("o_proj", "down_proj"): getattr(head, name).weight.zero_()  # at first the next feature is the last one: features are behind the norm, where the layer's own scale is wrong
+    if not start: return head
     if version == 3: write_copying(head, model, lessons, config.seed)
     else: start_feature_map(head, model, lessons)
     return head
@@ -474,7 +475,9 @@ class Trainer:
     ):
         self.lr = config.lr or dict(draft=1e-3, eagle1=5e-4).get(config.method, 2e-3)
         self.config, self.lessons, self.folder = config, lessons, Path(folder)
-        self.student = make_student(config, model, lessons)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begun = (self.folder / "checkpoint.pt").exists()
+        self.student = make_student(config, model, lessons, start=not begun)
         self.teacher = Teacher(model, lessons, self.student.config.layers if config.method == "eagle3" else ())
         self.embed, self.rotary = model.get_input_embeddings(), rotary_of(model)
         self.parameters = [p for p in self.student.parameters() if p.requires_grad]
@@ -483,8 +486,7 @@ class Trainer:
         self.optimizers = [torch.optim.Muon(matrices, self.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
         if others: self.optimizers.append(torch.optim.AdamW(others, self.lr, betas=(0.9, 0.95), weight_decay=0.0))
         self.seconds, self.step, self.tokens, self.history = 0.0, 0, 0, []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / "checkpoint.pt").exists(): self.load()
+        if begun: self.load()
 
     def losses(self, taught: Taught) -> tuple:
         with torch.autocast("cpu", torch.bfloat16):
@@ -535,9 +537,9 @@ class Trainer:
         about = dict(method=c.method, training=asdict(c) | dict(steps_done=self.step, tokens=self.tokens, seconds=round(self.seconds)))
         weights = {k: v.to(dtype) for k, v in s.state_dict().items()}
         if c.method == "draft":  # its embedding and output rows are the target's
-            theirs = ("embed_tokens.", "lm_head.", *(f"layers.{i}." for i in s.shared))
+            theirs = ("embed_tokens.", "lm_head.", *(f"layers.{i}." for i in range(s.num_shared)))
             own = {k: v for k, v in weights.items() if not any(x in f".{k}" for x in theirs)}
-            save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, shares_layers=len(s.shared), dtype=str(dtype).removeprefix("torch.")))
+            save_heads(folder, own, s.config.to_dict() | about | dict(shares_embeddings=True, shares_layers=s.num_shared, dtype=str(dtype).removeprefix("torch.")))
         elif c.method == "medusa":
             last = self.history[-50:]
             rates = [[sum(h["agreement"][k][r] for h in last) / max(len(last), 1) for r in range(8)] for k in range(c.medusa_heads)]
