@@ -99,6 +99,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     number: int
     value: object = None
     error: str | None = None
+    fault: bool = False  # of the engine, not of what was asked
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
     "The engine is up."
@@ -118,7 +119,7 @@ class EngineLoop:
     def __init__(self, engine, receive, send):
         self.engine, self.receive, self.send_socket = engine, receive, send
         self.decode, self.encode = msgspec.msgpack.Decoder(To).decode, msgspec.msgpack.Encoder().encode
-        self.known, self.failures = set(), 0
+        self.known, self.failures, self.forms, self.told = set(), 0, {}, 0  # forms: id → (request, what is compiled for it); told: the level of sleep the client knows of
 
     def send(self, message): self.send_socket.send(self.encode(message))
 
@@ -126,20 +127,27 @@ class EngineLoop:
         "One message of the client."
         engine = self.engine
         if isinstance(message, Add):
-            try:
-                request = engine.add(message.tokens, message.params, message.id, priority=message.priority, cache_salt=message.cache_salt)
-                if message.arrival: request.arrival_time = message.arrival
-                self.known.add(message.id)
-            except ValueError as e: self.send(Refused(message.id, str(e)))
-            except Exception as e:
-                log.exception("a request could not be taken")
-                self.send(Refused(message.id, f"the engine failed: {type(e).__name__}: {e}", False))
+            if message.params.structured_outputs is None: return self.take(message)
+            from llmserve.structured import compile_form
+            self.forms[message.id] = message, compile_form(engine.runner.loaded, engine.spec.vocab_size, message.params.structured_outputs)
         elif isinstance(message, Stop):
+            if self.forms.pop(message.id, None): return
             request = engine.requests.get(message.id)
             if request is None: return
             for seq in request.sequences if message.index is None else [request.sequences[message.index]]: engine.finish(seq, message.reason)
             self._forget(message.id)
         else: self.send(self._call(message))
+
+    def take(self, message: Add, form=None):
+        "Queue a request; `form`: a future."
+        try:
+            request = self.engine.add(message.tokens, message.params, message.id, priority=message.priority, cache_salt=message.cache_salt, structure=form and form.result())
+            if message.arrival: request.arrival_time = message.arrival
+            self.known.add(message.id)
+        except InvalidRequest as e: self.send(Refused(message.id, str(e)))
+        except Exception as e:
+            log.exception("a request could not be taken")
+            self.send(Refused(message.id, f"the engine failed: {type(e).__name__}: {e}", False))
 
     def _call(self, message: Call) -> Answer:
         engine = self.engine
@@ -148,7 +156,10 @@ class EngineLoop:
         try:
             if message.method not in methods: raise ValueError(f"the engine has no method {message.method!r}")
             return Answer(message.number, methods[message.method](**message.arguments))
-        except Exception as e: return Answer(message.number, None, str(e) or type(e).__name__)
+        except ValueError as e: return Answer(message.number, None, str(e))
+        except Exception as e:
+            log.exception("a call failed")
+            return Answer(message.number, None, str(e) or type(e).__name__, True)
 
     def _forget(self, request_id):
         if request_id not in self.engine.requests: self.known.discard(request_id)
@@ -168,6 +179,11 @@ class EngineLoop:
         bits = []
         for u in updates:
             seq = u.sequence
+            if seq.finish_reason == "error":
+                for other in seq.request.sequences: self.engine.finish(other)
+                self.send(Refused(seq.request.id, seq.stop_reason))
+                self._forget(seq.request.id)
+                continue
             bits.append(Bit(seq.request.id, seq.index, u.new_tokens, seq.finish_reason, seq.stop_reason, [wire(f) for f in u.logprobs] if u.logprobs else None,
                             [(at, wire(f)) for at, f in u.prompt_logprobs] if u.prompt_logprobs else None, u.score, seq.first_scheduled_time, seq.num_cached_tokens, seq.num_preemptions))
             if seq.finished: self._forget(seq.request.id)
@@ -176,6 +192,12 @@ class EngineLoop:
     def stats(self) -> Stats:
         engine, r = self.engine, self.engine.records[-1]
         return Stats(r.num_running, r.num_waiting, sum(r.used_blocks), sum(r.num_blocks), engine.sleeping, r.num_tokens, r.duration, r.schedule_time, len(r.preempted), r.swapped_out, r.swapped_in, [(n, k) for _, n, k in r.drafted])
+
+    def tell(self):
+        "The client hears when an idle engine fell asleep."
+        if self.engine.sleeping == self.told: return
+        self.told = self.engine.sleeping
+        self.send(News([], Stats(num_blocks=sum(self.engine.blocks.num_blocks), sleeping=self.told)))
 
     def run(self):
         poller, parent = zmq.Poller(), multiprocessing.parent_process()
@@ -195,8 +217,11 @@ class EngineLoop:
                     if kind == "Add": self.send(Refused(name, f"the engine cannot read the request: {e}"))
                     continue
                 self.handle(message)
+            for name in [name for name, (_, form) in self.forms.items() if form.done()]: self.take(*self.forms.pop(name))
             if self.engine.has_work: self.step()
-            else: poller.poll(1000)
+            else:
+                self.tell()
+                poller.poll(2 if self.forms else 1000)
 
 def run_engine(settings: dict, to_engine: str, from_engine: str):
     "Entry point of the process: load, report, serve."
@@ -312,12 +337,13 @@ class AsyncLLM:
             if not first.done(): raise EngineDead("the engine's process ended before it was up" if ended.done() else f"the engine was not up after {self.start_timeout:.0f} s")
             message = msgspec.msgpack.decode(first.result(), type=From)
             if isinstance(message, Refused): raise ValueError(message.error)
+            self.longest_token = await asyncio.to_thread(lambda: longest_token(self.tokenizer))
+            if ended.done(): raise EngineDead("the engine's process ended as soon as it was up")
         except BaseException:
             first.cancel(); ended.cancel()
             self.shutdown()
             raise
-        self.ready, self.dead = message, None
-        self.longest_token = await asyncio.to_thread(lambda: longest_token(self.tokenizer))
+        self.ready, self.dead, self._last = message, None, Stats()
         self._tasks = [asyncio.ensure_future(self._read()), ended]
 
     async def _ended(self):
@@ -366,7 +392,7 @@ class AsyncLLM:
             future = self.calls.pop(message.number, None)
             if future and not future.done():
                 if message.error is None: future.set_result(message.value)
-                else: future.set_exception(ValueError(message.error))
+                else: future.set_exception((RuntimeError if message.fault else ValueError)(message.error))
 
     def _deliver(self, some: _Open, bit: Bit):
         seq, now = some.request.sequences[bit.index], time.monotonic()

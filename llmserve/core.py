@@ -331,7 +331,7 @@ class Request:
 class Sequence:
     "Tokens of one answer in the making, and where their KV is."
     __slots__ = ("request", "index", "tokens", "num_prompt_tokens", "num_computed_tokens", "max_len", "tables", "capacity", "block_hashes",
-                 "num_committed", "num_cached_tokens", "status", "finish_reason", "stop_reason", "seed", "num_preemptions", "arrival",
+                 "num_committed", "num_cached_tokens", "status", "finish_reason", "stop_reason", "seed", "num_preemptions", "num_trims", "arrival",
                  "first_scheduled_time", "first_token_time", "last_token_time", "finish_time", "end_tokens", "unborn", "shares_tail",
                  "fork_at", "search", "draft", "drafting", "structure")
 
@@ -350,7 +350,7 @@ class Sequence:
         self.block_hashes, self.num_committed = [], 0  # hashes of full blocks; how many are in the prefix cache
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first scheduled
         self.status, self.finish_reason, self.stop_reason = Status.WAITING, None, None
-        self.seed, self.num_preemptions, self.arrival = (request.seed + index + 2**63) % 2**64 - 2**63, 0, 0
+        self.seed, self.num_preemptions, self.num_trims, self.arrival = (request.seed + index + 2**63) % 2**64 - 2**63, 0, 0, 0
         self.first_scheduled_time = self.first_token_time = self.last_token_time = self.finish_time = None
         self.unborn = []  # sequences that will be forked from this one when its prompt (or `fork_at` tokens) are computed
         self.fork_at = None  # computed tokens at which the beams of an interrupted search part again

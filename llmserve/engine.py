@@ -61,6 +61,7 @@ def add(self: Engine,
     prompt: str | None = None,  # the text, only carried along
     priority: int = 0,  # smaller first, under the priority policy
     cache_salt: str | None = None,  # share prefixes only under the same salt
+    structure=None,  # what `params.structured_outputs` means, if `compile_form` has found it out already
 ) -> Request:
     "Queue a request. Raises `InvalidRequest`, and changes nothing, if it cannot be served."
     params, ids = params or SamplingParams(), list(prompt_token_ids)
@@ -81,10 +82,9 @@ def add(self: Engine,
     if request_id in self.requests: raise InvalidRequest(f"a request with id {request_id!r} is running already")
     seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + self._num_added * 7_919) % 2**62
     request = Request(request_id, [int(t) for t in ids], params, prompt, priority, cache_salt, self.spec.eos_token_ids, seed, banned)
-    structure = None
-    if params.structured_outputs:
-        from llmserve.structured import Structure, tokens_of
-        structure = Structure(tokens_of(self.runner.loaded, vocab), params.structured_outputs)
+    if params.structured_outputs and structure is None:
+        from llmserve.structured import compile_form
+        structure = compile_form(self.runner.loaded, vocab, params.structured_outputs).result()
     with self._lock:
         if self.sleeping:
             self.scheduler.check(request)  # one that is refused wakes nobody
@@ -114,6 +114,8 @@ def _step(self: Engine) -> list:
     executed = time.monotonic()
     if self.scheduler.costs: self.scheduler.costs.observe(sum(order.num_tokens), executed - decided)
     updates = self.scheduler.update(order, result)
+    for u in updates:
+        if u.sequence.structure is not None and u.sequence.structure.error: self._give_up(u.sequence)
     finished = [u.sequence for u in updates if u.sequence.finished]
     for seq in finished: self._forget(seq)
     record = StepRecord(next(self._steps), start, decided - start + time.monotonic() - executed, executed - decided,
@@ -134,6 +136,11 @@ def finish(self: Engine, seq: Sequence, reason: str = "abort", stop=None):
         self.scheduler.finish(seq, reason, stop)
         self._forget(seq)
 
+def _give_up(self: Engine, seq: Sequence):
+    "End a sequence whose form cannot be followed."
+    if not seq.finished: self.scheduler.finish(seq, "error")
+    seq.finish_reason, seq.stop_reason = "error", seq.structure.error
+
 def abort(self: Engine, request_id: str) -> bool:  # whether there was such a request
     "End all sequences of a request, in whatever state they are."
     request = self.requests.get(request_id)
@@ -145,7 +152,7 @@ def _forget(self: Engine, seq: Sequence):
     request = seq.request
     if all(s.finished for s in request.sequences): self.requests.pop(request.id, None)
 
-Engine.add, Engine.step, Engine._step, Engine.finish, Engine.abort, Engine._forget = add, step, _step, finish, abort, _forget
+Engine.add, Engine.step, Engine._step, Engine.finish, Engine._give_up, Engine.abort, Engine._forget = add, step, _step, finish, _give_up, abort, _forget
 
 # %% ../nbs/22_engine.ipynb #cf3a5bc7
 def resize(self: Engine, kv_cache_memory=None, num_blocks: int | list | None = None, wait: bool = True) -> bool:  # whether it is done

@@ -326,9 +326,10 @@ def plan_memory(
     "Divide memory over the groups. Raises `OutOfMemory` if not one sequence of `max_model_len` fits."
     size, windows = config.block_size, [w for w, _ in spec.groups]
     block_bytes = [len(layers) * 2 * spec.num_kv_heads * format.page_bytes(spec.head_dim, size) for _, layers in spec.groups]
-    free_bytes = int(free_bytes * sum(block_bytes) / (sum(block_bytes) + drafter_bytes))
     step = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
     share = [1.0 if w is None or len(windows) == 1 else min(1.0, (w + size) / (4 * w)) for w in windows]
+    target_bytes = sum(s * b for s, b in zip(share, block_bytes))  # per block of the group that sees everything
+    free_bytes = int(free_bytes * target_bytes / (target_bytes + drafter_bytes))
     wanted = config.max_model_len or spec.max_position
     if wanted > spec.max_position: raise ValueError(f"max_model_len must be at most {spec.max_position:,}, which {spec.name} was made for, got {wanted:,}")
 
@@ -336,7 +337,7 @@ def plan_memory(
         least = blocks_per_sequence(length, windows, size, step)
         if config.num_gpu_blocks_override: return least, [config.num_gpu_blocks_override] * len(windows)
         most = [min(b * config.max_num_seqs, 2**31 // size) for b in blocks_per_sequence(length, windows, size, step)]
-        n = free_bytes / sum(s * b for s, b in zip(share, block_bytes))
+        n = free_bytes / target_bytes
         blocks = [int(n * s) for s in share]
         for g, w in enumerate(windows):  # a windowed pool must hold one sequence; the others give way
             if w is not None and blocks[g] < least[g]:

@@ -163,7 +163,7 @@ async def sweep(
     import aiohttp
     rows, extra = [], {}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         try:
             async with session.get(url + "/models") as r: names = [m["id"] for m in (await r.json())["data"]]
         except Exception as e: raise ValueError(f"no OpenAI server at {url}: {e}") from e
@@ -204,7 +204,7 @@ async def overhead(
             direct.append(requests * output_len / (time.perf_counter() - start))
             outs = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False) for q in few]
             prefill += [o[0].metrics.ttft for o in outs]
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=3600)) as session:  # connections of the last round have timed out
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=3600)) as session:
                 send = lambda q: ask(session, url + "/v1", model, q)
                 seen, seconds = await closed(send, some, clients)
                 assert not any(s.error for s in seen), next(s.error for s in seen if s.error)

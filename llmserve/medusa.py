@@ -54,10 +54,11 @@ class MedusaHeads(nn.Module):
         if all(w is self.out[0] for w in self.out): self.rows, self.out = make_linear(self.out[0]), [None] * len(self.out)
 
 def output_rows(model, ids: torch.Tensor | None = None) -> torch.Tensor:  # [tokens, hidden]
-    "Rows of a model's output layer, also where the engine has packed it."
+    "Rows of a model's output layer, also where the engine has packed it. Raises `ValueError` if they cannot be had."
     head = model.get_output_embeddings()
-    weight = head.weight if hasattr(head, "weight") else None
-    if weight is None or weight.dim() != 2 or weight.shape[1] != model.config.hidden_size: weight = model.get_input_embeddings().weight
+    weight = head.packed.to_dense() if hasattr(head, "packed") else getattr(head, "weight", None)
+    if weight is None and model.config.tie_word_embeddings: weight = model.get_input_embeddings().weight
+    if weight is None or weight.dim() != 2 or weight.shape[1] != model.config.hidden_size: raise ValueError(f"the output layer of {type(model).__name__} is a {type(head).__name__}, whose rows a head cannot share")
     return (weight if ids is None else weight[ids]).detach().clone()
 
 # %% ../nbs/33_medusa.ipynb #0b2784cb

@@ -38,10 +38,10 @@ class Metrics:
         self.histograms = {n: make(Histogram, n, n.replace("_", " "), buckets=b) for n, b in HISTOGRAMS.items()}
         self.success = Counter("vllm:request_success", "requests that ended", ["model_name", "finished_reason"], registry=self.registry)
         self.accepted = Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "accepted drafts by depth", ["model_name", "position"], registry=self.registry)
-        for reason in ("stop", "length", "abort"): self.success.labels(model_name, reason)
+        for reason in ("stop", "length", "abort", "error"): self.success.labels(model_name, reason)
         c = llm.config
         Info("vllm:cache_config", "of the KV cache", registry=self.registry).info(dict(block_size=str(c.block_size), cache_dtype=c.kv_cache_dtype, num_gpu_blocks=str(sum(llm.ready.num_blocks)), enable_prefix_caching=str(c.enable_prefix_caching), gpu_memory_utilization=str(c.gpu_memory_utilization)))
-        self.last, self.history = {}, deque(maxlen=600)  # (id, index) → time of its last token; (time, generated tokens) of steps
+        self.last, self.history = {}, deque()  # (id, index) → time of its last token; (time, generated tokens) of steps
         self.num_generated = self.num_drafted = self.num_accepted = self.num_hits = self.num_queries = 0
         llm.listeners.append(self.on_news)
         llm.on_close.append(self.on_close)
@@ -50,8 +50,9 @@ class Metrics:
         "Figures of a step."
         s, now, made = news.stats, time.monotonic(), 0
         add = lambda name, value: self.counters[name].inc(value) if value else None
-        self.histograms["iteration_tokens_total"].observe(s.tokens)
-        self.histograms["step_seconds"].observe(s.seconds); self.histograms["schedule_seconds"].observe(s.scheduling)
+        if s.tokens:  # not news of sleep
+            self.histograms["iteration_tokens_total"].observe(s.tokens)
+            self.histograms["step_seconds"].observe(s.seconds); self.histograms["schedule_seconds"].observe(s.scheduling)
         add("num_preemptions", s.preempted); add("swapped_out_blocks", s.swapped_out); add("swapped_in_blocks", s.swapped_in)
         for drafted, accepted in s.drafts:
             add("spec_decode_num_drafts", 1); add("spec_decode_num_draft_tokens", drafted); add("spec_decode_num_accepted_tokens", accepted)
@@ -64,7 +65,7 @@ class Metrics:
                 n = len(some.request.prompt_token_ids)
                 add("prompt_tokens", n); add("prompt_tokens_cached", bit.cached); add("prefix_cache_queries", n); add("prefix_cache_hits", bit.cached)
                 self.num_queries += n; self.num_hits += bit.cached
-                self.histograms["time_to_first_token_seconds"].observe(now - some.request.arrival_time)
+            if bit.tokens and not any((bit.id, s.index) in self.last for s in some.request.sequences): self.histograms["time_to_first_token_seconds"].observe(now - some.request.arrival_time)
             made += len(bit.tokens)
             key = bit.id, bit.index
             if bit.tokens:
@@ -73,6 +74,7 @@ class Metrics:
         add("generation_tokens", made)
         self.num_generated += made
         self.history.append((now, made))
+        while self.history[0][0] < now - 5: self.history.popleft()
 
     def on_close(self, some):
         "Figures of a request that ended."
@@ -80,8 +82,9 @@ class Metrics:
         seqs, outputs = r.sequences, some.collector.outputs
         n = sum(len(o.token_ids) for o in outputs)
         for o in outputs:
-            self.success.labels(self.model_name, o.finish_reason or "abort").inc()
+            self.success.labels(self.model_name, o.finish_reason or ("error" if some.error else "abort")).inc()
             self.last.pop((some.id, o.index), None)
+        if some.error and not some.started: return  # it was refused: its latencies would tell nothing
         h["e2e_request_latency_seconds"].observe(now - r.arrival_time)
         h["request_prompt_tokens"].observe(len(r.prompt_token_ids)); h["request_generation_tokens"].observe(n)
         h["request_params_n"].observe(r.params.n); h["request_num_preemptions"].observe(sum(s.num_preemptions for s in seqs))

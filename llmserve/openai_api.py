@@ -183,6 +183,7 @@ def sampling_params(
     for name in ("logprobs", "prompt_logprobs"):
         value = logprobs if name == "logprobs" else request.prompt_logprobs
         if value is not None and value > 64: raise InvalidRequest(f"{name} must be at most 64, got {value}")
+    if request.stream and request.prompt_logprobs is not None: raise InvalidRequest("prompt_logprobs are not sent in a stream: leave out stream, or use echo with logprobs")
     return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form)
 
 # %% ../nbs/39_openai_api.ipynb #c0398a50
@@ -252,6 +253,8 @@ class ToolChoice:
     kind: str = "none"  # none, auto, required, named
     name: str | None = None
     form: StructuredOutputsParams | None = None  # what makes it so
+    names: tuple = ()  # of all tools
+    parallel: bool = True  # whether there may be several calls
 
 def choose_tools(tools: list | None, choice, parallel: bool = True) -> ToolChoice:
     "Raises `InvalidRequest` for tools and choices that cannot be."
@@ -268,7 +271,7 @@ def choose_tools(tools: list | None, choice, parallel: bool = True) -> ToolChoic
         if name not in names: raise InvalidRequest(f"tool_choice names {name!r:.100}, the tools are {', '.join(names) or 'none'}")
         return ToolChoice("named", name, StructuredOutputsParams(json=_parameters(tools[names.index(name)])))
     if choice not in ("none", "auto", "required"): raise InvalidRequest(f"tool_choice must be none, auto, required or name a function, got {choice!r:.100}")
-    if choice == "none" or choice == "auto" and names: return ToolChoice(choice)
+    if choice == "none" or choice == "auto" and names: return ToolChoice(choice, names=tuple(names), parallel=parallel)
     if not names: raise InvalidRequest(f"tool_choice is {choice}, and there are no tools")
     for t in tools: limits_of(StructuredOutputsParams(json=_parameters(t)))
     calls = [dict(type="object", properties=dict(name=dict(const=n), arguments={"$ref": f"#/$defs/{i}"}), required=["name", "arguments"], additionalProperties=False) for i, n in enumerate(names)]
@@ -315,6 +318,8 @@ class OutputParser:
     ):
         self.choice, self.reasoning = choice, reasoning
         self.begin, self.end = self.marks[format] if choice.kind == "auto" else (None, None)
+        self.short = format == "mistral"  # its templates take ids of nine characters
+        self.guessed = False  # whether what looks like a call was not marked as one
         self.state, self.buffer, self.num_calls, self.bare = "reasoning" if thinking else "content", "", 0, format == "llama" and choice.kind == "auto"
         self.trim = False
 
@@ -337,7 +342,7 @@ class OutputParser:
             if not start and not last: return False
             self.bare = False
             if start.startswith('{"name"') or (not last and '{"name"'.startswith(start)):
-                self.state, self.end = "tool", None
+                self.state, self.end, self.guessed = "tool", None, True
                 return True
         ends = {self.reasoning[1]: "content"} if self.state == "reasoning" else {m: s for m, s in ((self.reasoning and self.reasoning[0], "reasoning"), (self.begin, "tool")) if m}
         found = min(((at, m) for m in ends if (at := self.buffer.find(m)) >= 0), default=None)
@@ -358,28 +363,28 @@ class OutputParser:
         at = self.buffer.find(self.end) if self.end else -1
         if at < 0 and not last: return False
         raw, rest = (self.buffer[:at], self.buffer[at + len(self.end):]) if at >= 0 else (self.buffer, "")
-        calls = self._calls(raw)
-        if calls is None: out.append(Piece("content", raw))
-        else:
-            for name, arguments in calls: out.append(self._call(name, json.dumps(arguments, ensure_ascii=False)))
-        self.buffer, self.state, self.trim = rest, "content", True
+        calls, behind = self._calls(raw)
+        for name, arguments in calls[:None if self.choice.parallel else max(1 - self.num_calls, 0)]: out.append(self._call(name, json.dumps(arguments, ensure_ascii=False)))
+        if not calls or not self.end and behind.strip(): out.append(Piece("content", behind if calls else raw))
+        self.buffer, self.state, self.trim, self.guessed = rest, "content", True, False
         return bool(rest)
 
-    def _calls(self, raw: str) -> list | None:
-        "[(name, arguments)] of what a model wrote; None if it is no call."
+    def _calls(self, raw: str) -> tuple:  # [(name, arguments)], and the text behind them
+        "What a model wrote, as calls; none if it is none."
         text, decoder, found = raw.strip(), json.JSONDecoder(), []
         while text:
             try: value, end = decoder.raw_decode(text)
-            except ValueError: return found or None
+            except (ValueError, RecursionError): break
             for call in value if isinstance(value, list) else [value]:
-                if not isinstance(call, dict) or not isinstance(call.get("name"), str): return None
+                if not isinstance(call, dict) or not isinstance(call.get("name"), str): return [], raw
+                if self.guessed and (call["name"] not in self.choice.names or not {"arguments", "parameters"} & set(call)): return [], raw  # JSON, but an answer
                 found.append((call["name"], call.get("arguments", call.get("parameters", {}))))
             text = text[end:].lstrip(" \n;,")
-        return found or None
+        return found, text
 
     def _call(self, name, arguments) -> Piece:
         self.num_calls += 1
-        return Piece("tool", arguments, self.num_calls - 1, name, new_id("call_"))
+        return Piece("tool", arguments, self.num_calls - 1, name, uuid.uuid4().hex[:9] if self.short else new_id("call_"))
 
     def _named(self, last: bool) -> list:
         text, self.buffer = self.buffer, ""

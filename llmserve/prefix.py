@@ -147,6 +147,7 @@ def trim(self: BlockManager, seq: Sequence) -> bool:  # whether there was anythi
             pool.release(table.pop())
             taken = True
     seq.capacity = min(seq.capacity, keep * self.block_size)
+    seq.num_trims += taken
     return taken
 
 def fork(self: BlockManager, seq: Sequence, child: Sequence):

@@ -95,7 +95,7 @@ def _activation_bytes(self: Runner) -> int:
     before, n = torch.cuda.memory_allocated(self.device), self.config.max_num_batched_tokens
     with torch.inference_mode(), attend_with(lambda layer, q, *_: torch.zeros_like(q)):
         ids = torch.zeros(1, n, dtype=torch.long, device=self.device)
-        self.model(input_ids=ids, position_ids=torch.arange(n, device=self.device)[None], use_cache=False, logits_to_keep=min(n, self.config.max_num_seqs))
+        self.model(input_ids=ids, position_ids=torch.arange(n, device=self.device)[None], use_cache=False, logits_to_keep=min(n, self.config.max_num_seqs) if self.drafter is None else n)  # trees want a row for every node
     peak = torch.cuda.max_memory_allocated(self.device) - before
     torch.cuda.empty_cache()
     return peak
@@ -115,7 +115,7 @@ def forward(self: Runner,
     rows,  # int64 [n], tokens of the batch whose logits are wanted
 ) -> torch.Tensor:  # [n, vocab]
     "Run the model over a packed batch; K and V go into the pages."
-    if self.graphs is not None and (logits := self.graphs.run(batch)) is not None: return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(self.device)]
+    if self.graphs is not None and (logits := self.graphs.run(batch)) is not None: return logits if np.array_equal(rows, np.arange(len(logits))) else logits[torch.from_numpy(rows).to(self.device)]
     return run_paged(self.model, self.cache, self.backend, batch, rows, self._keeps_rows)
 
 def run_paged(

@@ -252,8 +252,11 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
     if body.best_of is not None and body.best_of != (body.n or 1): raise InvalidRequest(f"best_of must equal n, got {body.best_of} and {body.n}")
     prompts = body.prompt if isinstance(body.prompt, list) and (not body.prompt or not isinstance(body.prompt[0], int)) else [body.prompt]
     if not 1 <= len(prompts) <= self.config.max_prompts: raise InvalidRequest(f"a request takes 1 to {self.config.max_prompts:,} prompts, got {len(prompts):,}")
+    if self.llm.tokenizer is None and (body.echo or body.logprobs is not None): raise InvalidRequest("echo and logprobs are texts, and this model has no tokenizer")
     nothing = body.max_tokens == 0 and body.echo  # only the prompt's own log-probabilities are wanted
     params = sampling_params(body, 1 if nothing else body.max_tokens, body.logprobs, form_of(body), self.defaults, self.config.max_n)
+    most = max(self.config.max_prompts, self.config.max_n)
+    if len(prompts) * params.n > most: raise InvalidRequest(f"a request takes at most {most:,} answers, got {len(prompts):,} prompts with n={params.n}")
     if body.echo and body.logprobs is not None: params.prompt_logprobs = body.logprobs
     request_id, created, n = body.request_id or new_id("cmpl-"), int(time.time()), params.n
     head = dict(id=request_id, object="text_completion", created=created, model=self.name)
@@ -273,30 +276,28 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
 
     def echoed(job): return (job.some.request.prompt if job.some.request.prompt is not None else self.llm.tokenizer.decode(job.some.request.prompt_token_ids)) if body.echo else ""
 
+    def choice_of(job, news, place: int | None) -> dict:  # place: where its text goes on, None: at its beginning
+        text, lps, first = ("", news.logprobs and [], "") if nothing else (news.text, news.logprobs, "")
+        if body.echo and place is None:
+            text = echoed(job) + text
+            if body.logprobs is not None: lps, first = [*(d or {} for d in job.some.collector.prompt_logprobs), *(lps or [])], self.llm.tokenizer.decode(job.some.request.prompt_token_ids[:1])
+        return dict(index=job.first + news.index, text=text, logprobs=completion_logprobs(lps, body.logprobs or 0, place or 0, first) if body.logprobs is not None else None, finish_reason=news.finish_reason, stop_reason=news.stop_reason)
+
+    def used(jobs):
+        found = usage_of(jobs)
+        return found | dict(completion_tokens=0, total_tokens=found["prompt_tokens"]) if nothing else found
+
     def whole(jobs):
-        choices = []
-        for j in jobs:
-            before = echoed(j)
-            for o in j.outputs:
-                lps, text = o.logprobs, o.text
-                if nothing: lps, text = lps and [], ""
-                first = ""
-                if body.echo and body.logprobs is not None: lps, first = [*(d or {} for d in j.some.collector.prompt_logprobs), *lps], self.llm.tokenizer.decode(j.some.request.prompt_token_ids[:1])
-                choices.append(dict(index=j.first + o.index, text=before + text, logprobs=completion_logprobs(lps, body.logprobs or 0, 0 if body.echo else len(before), first), finish_reason=o.finish_reason, stop_reason=o.stop_reason,
-                                    **(dict(prompt_logprobs=_wire(j.some.collector.prompt_logprobs)) if body.prompt_logprobs is not None else {})))
-        return head | dict(choices=choices, usage=usage_of(jobs))
+        more = lambda j: dict(prompt_logprobs=_wire(j.some.collector.prompt_logprobs)) if body.prompt_logprobs is not None else {}
+        return head | dict(choices=[choice_of(j, o, None) | more(j) for j in jobs for o in j.outputs], usage=used(jobs))
 
     async def events(jobs):
         options, places = body.stream_options, {}
         async for job, d in merged(self.llm, jobs):
-            index, text = job.first + d.index, d.text
-            if index not in places:
-                places[index] = 0
-                text = echoed(job) + text
-            choice = dict(index=index, text=text, logprobs=completion_logprobs(d.logprobs, body.logprobs or 0, places[index]) if body.logprobs is not None else None, finish_reason=d.finish_reason, stop_reason=d.stop_reason)
-            places[index] += len(text)
-            yield event(head | dict(choices=[choice]) | (dict(usage=usage_of(jobs)) if options and options.continuous_usage_stats else {}))
-        if options and options.include_usage: yield event(head | dict(choices=[], usage=usage_of(jobs)))
+            choice = choice_of(job, d, places.get(job.first + d.index))
+            places[choice["index"]] = places.get(choice["index"], 0) + len(choice["text"])
+            yield event(head | dict(choices=[choice]) | (dict(usage=used(jobs)) if options and options.continuous_usage_stats else {}))
+        if options and options.include_usage: yield event(head | dict(choices=[], usage=used(jobs)))
         yield b"data: [DONE]\n\n"
     return await self.run(http, make_jobs, (whole, events), bool(body.stream), self.timeout(body))
 
@@ -424,7 +425,8 @@ async def responses(self: Endpoints, body: ResponsesRequest, http: Request):
                 parallel_tool_calls=body.parallel_tool_calls is not False, temperature=body.temperature, top_p=body.top_p, max_output_tokens=body.max_output_tokens, text=body.text or dict(format=dict(type="text")), error=None, store=False,
                 previous_response_id=None, truncation="disabled", reasoning=body.reasoning or dict(effort=None, summary=None))
 
-    async def make_jobs(): return await self.chat_jobs(body, messages, tools, choice, body.max_output_tokens, None, head["id"])
+    effort = (body.reasoning or {}).get("effort")
+    async def make_jobs(): return await self.chat_jobs(body, messages, tools, choice, body.max_output_tokens, None, head["id"], **(dict(reasoning_effort=effort) if effort is not None else {}))
     text_part = lambda text: dict(type="output_text", text=text, annotations=[], logprobs=[])
 
     def ended(jobs, output):

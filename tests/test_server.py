@@ -170,6 +170,26 @@ def test_tool_results_go_back(client):
     assert client.chat.completions.create(model=MODEL, messages=said, tools=[CLOCK], max_tokens=16, temperature=0).choices[0].message is not None
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_what_looks_like_a_call(size):
+    "Llama writes calls without marks; JSON of another kind is an answer, and text behind a call is not lost."
+    from llmserve.openai_api import OutputParser, choose_tools
+
+    def read(text, format="llama", **more):
+        parser = OutputParser(choose_tools([WEATHER, CLOCK], None, **more), format)
+        pieces = [p for a in range(0, len(text), size) for p in parser.push(text[a:a + size])] + parser.push("", last=True)
+        return "".join(p.text for p in pieces if p.kind == "content"), [(p.name, json.loads(p.text), p.id) for p in pieces if p.kind == "tool"]
+    answer = '{"name": "Bob", "age": 3}\nThat is the JSON you asked for.'
+    assert read(answer) == (answer, [])
+    assert read('{"name": "get_time"}') == ('{"name": "get_time"}', [])
+    content, calls = read('{"name": "get_time", "parameters": {"zone": "UTC"}} and so on')
+    assert content == "and so on" and [c[:2] for c in calls] == [("get_time", {"zone": "UTC"})]
+    two = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>\n' * 2
+    assert len(read(two, "hermes")[1]) == 2 and len(read(two, "hermes", parallel=False)[1]) == 1
+    (call,) = read('[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "CET"}}]', "mistral")[1]
+    assert re.fullmatch(r"[a-zA-Z0-9]{9}", call[2]), "Mistral's templates take no other ids"
+
+
 def test_tools_are_described(server):
     "The template of this model knows no tools; the prompt does all the same."
     from llmserve.models import find, load_tokenizer
@@ -210,9 +230,24 @@ def test_prompt_logprobs(client):
     assert all(t in top for t, top in zip(got.logprobs.tokens[1:], got.logprobs.top_logprobs[1:]))
 
 
+def test_streams_echo_as_wholes_do(client, server):
+    ask = dict(model=MODEL, prompt="The sea is blue", echo=True, logprobs=1, temperature=0)
+    for most in (0, 4):
+        whole = client.completions.create(max_tokens=most, **ask)
+        *chunks, last = client.completions.create(max_tokens=most, stream=True, stream_options={"include_usage": True}, **ask)
+        assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
+        joined = lambda name: [x for c in chunks for x in getattr(c.choices[0].logprobs, name)]
+        for name in ("tokens", "text_offset"): assert joined(name) == getattr(whole.choices[0].logprobs, name)
+        assert all(a == pytest.approx(b, abs=1e-3) for a, b in zip(joined("token_logprobs"), whole.choices[0].logprobs.token_logprobs))
+        assert last.usage.completion_tokens == whole.usage.completion_tokens == most
+    assert post(server, "/v1/completions", prompt="a", stream=True, prompt_logprobs=1).status_code == 400
+    many = post(server, "/v1/completions", prompt=[[1, 2]] * 1000, n=64, max_tokens=1)
+    assert many.status_code == 400 and "1,000 prompts with n=64" in many.json()["error"]["message"]
+
+
 def test_samples_are_not_cache_hits(client):
     "Answers that share their prompt's blocks have not found it in the cache."
-    got = client.completions.create(model=MODEL, prompt="A prompt that nobody else sends, long enough to fill more than one block of the cache: wind, rain, snow.", max_tokens=2, n=3)
+    got = client.completions.create(model=MODEL, prompt="A prompt that nobody else sends, long enough to fill more than one block of the cache: wind, rain, snow.", max_tokens=2, n=3, extra_body=dict(ignore_eos=True))
     assert got.usage.prompt_tokens_details.cached_tokens == 0 and got.usage.completion_tokens == 6
 
 

@@ -334,6 +334,98 @@ def test_a_draft_model_shares_the_rows_of_its_target(tiny, tmp_path):
     with pytest.raises(ValueError, match="of the target's 4 layers"): Trainer(TrainConfig("draft", draft_layers=(0, 9)), target, [], tmp_path / "b")
 
 
+def test_rows_of_a_packed_output_layer(tiny):
+    "In bf16 the engine packs the output layer; a head shares its rows, and not the embedding's, which only tied models have in common."
+    import torch
+
+    from llmserve.medusa import output_rows
+    rows = hf_model(tiny("llama")).lm_head.weight.detach().bfloat16()
+    runner = make_engine(tiny("llama"), "bfloat16", max_model_len=64).runner
+    assert not hasattr(runner.model.get_output_embeddings(), "weight"), "the output layer is not packed here"
+    assert torch.equal(output_rows(runner.model), rows) and torch.equal(output_rows(runner.model, torch.tensor([5, 3])), rows[[5, 3]])
+    assert not torch.equal(rows, runner.model.get_input_embeddings().weight)
+
+
+def test_layouts_of_published_eagle_heads(tiny, tmp_path):
+    "speculators nest the layer's config and norm before the residual, NVIDIA nests the layers that are fused, and positions are the head's own."
+    import torch
+
+    from llmserve.eagle import EagleConfig, EagleHead, load_eagle, rotary_for
+    from llmserve.medusa import save_heads
+    target = hf_model(tiny("llama"))
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig(3, 64, 96, 4, 2, 16, 160, 64))
+    state = {f"layers.0.{'self_attn.' if k[0] in 'qkvo' and 'proj' in k else 'mlp.' if 'proj' in k else ''}{k}" if k.split(".")[0] not in ("fc", "norm") else k: v for k, v in head.state_dict().items()}
+
+    def load_with(**config):
+        save_heads(tmp_path, state | {"lm_head.weight": target.lm_head.weight}, config)
+        return load_eagle(tmp_path, target, 3)
+    layer = dict(num_attention_heads=4, head_dim=16, rms_norm_eps=1e-3, rope_theta=500.0)
+    made = load_with(speculators_model_type="eagle3", transformer_layer_config=layer, eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 1, 3]))
+    assert made.config.norm_before_residual and made.config.layers == (0, 1, 3) and made.config.eps == 1e-3 and made.config.rope == dict(rope_theta=500.0)
+    x, at = torch.randn(3, 64), torch.arange(3)[None]
+    cos, sin = rotary_for(made.config, target)(x, at)
+    assert torch.allclose(cos[0, 1, 1], torch.tensor(500.0 ** (-2 / 16)).cos())
+    assert torch.equal(made.enter(x, x, cos[0], sin[0])[0], made.hidden_norm(x))
+    plain = load_with(**layer | dict(rope_theta=None))
+    assert torch.equal(plain.enter(x, x, cos[0], sin[0])[0], x)
+    assert torch.allclose(rotary_for(plain.config, target)(x, at)[0][0, 1, 1], torch.tensor(10_000.0 ** (-2 / 16)).cos()), "a published head that says nothing means base 10,000"
+    assert load_with(**layer | dict(rope_theta=None, training={})).config.rope is None  # trained here: the target's
+    with pytest.raises(ValueError, match="norm_before_fc"): load_with(norm_before_fc=True, **layer)
+    wide = dataclasses.replace(made.config, rope=None, head_dim=32)
+    with pytest.raises(ValueError, match="attention heads of 32 numbers, the target rotates 16"): rotary_for(wide, target)
+
+
+def test_drafts_in_blocks_that_were_taken_away(tiny):
+    "What a draft model has computed behind the text is gone with its block."
+    from llmserve.draft import ModelDrafter, _Progress
+    engine = make_engine(tiny("llama"), max_model_len=64)
+    seq = engine.add(prompt_of(15), GREEDY).sequences[0]
+    engine.step()
+    assert engine.blocks.grow(seq, 20) is not None and len(seq.tables[0]) == 2
+    seq.drafting, tokens = _Progress(16, [7, 8], 0, 0), seq.tokens[:16] + [7, 8, 9]
+    assert ModelDrafter._done(None, seq, tokens, 16) == 18
+    assert engine.blocks.trim(seq) and seq.num_trims == 1
+    assert ModelDrafter._done(None, seq, tokens, 16) == 16
+
+
+@pytest.mark.parametrize("how", ["greedy", "probabilistic"])
+def test_a_draft_model_with_fewer_rows(how, tiny, tmp_path, monkeypatch):
+    "Qwen2.5's sizes pad one vocabulary to different lengths; a token of the padding, forced by a client, ends nobody."
+    import transformers
+    from conftest import TINY, common
+    config = getattr(transformers, TINY["llama"][0])(**{**common, "vocab_size": 150})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("llmserve.draft.check_same_vocabulary", lambda *models: None)
+    engine = make_engine(tiny("llama"), max_model_len=128, speculative_config=dict(method="draft_model", model=str(tmp_path), num_speculative_tokens=3, draft_sample_method=how))
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True, logit_bias={158: 4.0})
+    found = go(engine, [([5, 159, 7], params), (prompt_of(9), params)])
+    assert all(len(tokens) == 12 for (tokens,) in found)
+
+
+def test_training_goes_on_for_those_who_are_not_done(tiny, tmp_path):
+    "Methods that learn together may have been trained for different times before."
+    from llmserve.train import TrainConfig, Trainer, train_together
+    target, lessons = hf_model(tiny("llama")), [dict(tokens=prompt_of(24, i), start=6) for i in range(8)]
+    done, new = (Trainer(TrainConfig(m, minutes=0.02, batch=2, draft_vocab=64, steps=2), target, lessons, tmp_path / m) for m in ("eagle3", "medusa"))
+    done.seconds = 1.2
+    train_together([done, new], progress=False)
+    assert done.step == 0 and done.seconds == 1.2 and new.step > 0 and new.seconds >= 1.2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_pools_leave_room_for_a_drafter(name, tiny):
+    from llmserve.kvcache import kv_format, plan_memory
+    spec, config = loaded(tiny(name)).spec, EngineConfig(max_model_len=256, max_num_seqs=1000)
+    alone = plan_memory(spec, config, kv_format("auto", "float32", 16), 8 << 20)
+    for share in (0.5, 1, 4):
+        extra = int(share * sum(alone.block_bytes))
+        plan = plan_memory(spec, config, kv_format("auto", "float32", 16), 8 << 20, extra)
+        full = max(plan.num_blocks)
+        taken = sum(n * b for n, b in zip(plan.num_blocks, plan.block_bytes)) + full * extra
+        assert 0.95 * (8 << 20) < taken <= 8 << 20, (share, taken)
+
+
 HEADS = pathlib.Path(__file__).parents[1] / "data/heads"
 REAL = {"ngram": CONFIGS["ngram"], "suffix": CONFIGS["suffix"], "draft": dict(method="draft_model", model="draft", num_speculative_tokens=4), "medusa": dict(method="medusa", model="medusa", num_speculative_tokens=20),
         "eagle1 chain": dict(method="eagle", model="eagle1", num_speculative_tokens=5), "eagle1 static": dict(method="eagle", model="eagle1", num_speculative_tokens=20, tree="static"),

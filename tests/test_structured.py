@@ -98,6 +98,19 @@ def test_with_everything_else():
     assert alone.outputs[0].token_ids == outs[1].outputs[0].token_ids
 
 
+def test_many_choices_and_too_many_properties():
+    "Thousands of choices are one token class; a form that meets a limit of the matcher ends its own answer with an error, and no other."
+    llm = make(None)
+    many = [f"number {i}" for i in range(3000)]
+    assert llm.generate("Say it: ", SamplingParams(temperature=1, seed=1, max_tokens=12, structured_outputs=dict(choice=many)), use_tqdm=False)[0].outputs[0].text in many
+    wide = dict(type="object", properties={f"p{i}": dict(type="null") for i in range(4000)}, required=["p3999"], additionalProperties=False)
+    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=dict(json=wide)), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    broken, fine = (o.outputs[0] for o in llm.generate(["JSON: ", "The sea is"], params, use_tqdm=False))
+    assert broken.finish_reason == "error" and "too complex" in broken.stop_reason
+    assert fine.finish_reason == "length" and len(fine.token_ids) == 20
+    assert not llm.engine.has_work and llm.engine.blocks.num_used == [0]
+
+
 def test_refused():
     llm = make(None)
     for form, word in ((dict(json='{"type":'), "grammar"), (dict(regex="("), "grammar"), (dict(grammar="x"), "grammar"), (dict(json={"type": "wrong"}), "grammar"), (dict(), "exactly one"), (dict(regex="a", choice=["b"]), "exactly one"), (dict(choice=[]), "not empty|exactly one"), (dict(choice=[1]), "texts"), (dict(regex=3), "text")):

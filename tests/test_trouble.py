@@ -198,12 +198,28 @@ def test_schema_bombs(small):
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x" * 100} for i in range(5000)}}
     bombs = [dict(guided_json=deep), dict(guided_json=wide), dict(guided_regex="(((((a{1,900}){1,900}){1,900}){1,900}){1,900})"), dict(guided_regex="(a*)*" * 20000), dict(guided_json={"$ref": "#"}), dict(guided_json={"$ref": "#/definitions/x"}),
              dict(guided_grammar="start: start"), dict(guided_grammar="start: a\na: b\nb: a"), dict(guided_json={"type": "string", "pattern": "(((x{1,500}){1,500}){1,500})"}), dict(guided_choice=[]), dict(guided_choice=["a" * 300_000]),
+             dict(guided_json={"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(5000)} | {"5000": {"type": "integer"}}}), dict(guided_grammar="start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(4000)) + '\na4000: "x"'),
              dict(guided_json={"allOf": [{"anyOf": [{"const": i + j * 50} for i in range(50)]} for j in range(50)]})]
     for bomb in bombs:
         start = time.monotonic()
         r = httpx.post(small.url + "/v1/completions", json=dict(prompt="a", max_tokens=4, **bomb), timeout=60)
         assert r.status_code in (200, 400), (str(bomb)[:80], r.status_code, r.text[:200])
         assert time.monotonic() - start < 10, str(bomb)[:80]
+    well(small)
+
+
+def test_others_go_on_while_a_form_is_compiled(small):
+    "A schema that takes seconds holds up its own request and nobody else's; who leaves meanwhile leaves nothing."
+    large = lambda k: dict(prompt="a", max_tokens=2, guided_json={"type": "object", "properties": {f"p{k}_{i}": {"type": "string"} for i in range(4000)}})
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt="a", max_tokens=2, guided_regex="a+"), timeout=60).status_code == 200
+    slow = [raw(small, "/v1/completions", large(k)) for k in range(8)]
+    assert wait_until(lambda: small.live()["open"] == 8)
+    start = time.monotonic()
+    assert httpx.post(small.url + "/v1/completions", json=dict(prompt="a", max_tokens=8), timeout=60).status_code == 200
+    assert time.monotonic() - start < 3, "an answer waited for forms of others"
+    assert small.live()["open"] > 0, "the forms were compiled at once: this test shows nothing"
+    for s in slow: s.close()
+    assert wait_until(lambda: small.live()["open"] == 0)
     well(small)
 
 
