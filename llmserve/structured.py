@@ -137,7 +137,7 @@ _compiled = OrderedDict()  # (tokens, grammar) → Structure; only that thread l
 
 def _stand_back():
     "Steps come first: their threads wait for one another, and would wait for this one too."
-    if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone
+    if sys.platform == "linux": os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone; it still gets its tenth
 
 @lru_cache(1)
 def _compiler() -> ThreadPoolExecutor:
