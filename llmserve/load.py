@@ -204,7 +204,7 @@ async def overhead(
             direct.append(requests * output_len / (time.perf_counter() - start))
             outs = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False) for q in few]
             prefill += [o[0].metrics.ttft for o in outs]
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=3600)) as session:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=3600)) as session:  # connections of the last round have timed out
                 send = lambda q: ask(session, url + "/v1", model, q)
                 seen, seconds = await closed(send, some, clients)
                 assert not any(s.error for s in seen), next(s.error for s in seen if s.error)
@@ -218,7 +218,7 @@ async def overhead(
 def draw_sweeps(sweeps: dict, path=None, goals: dict | None = None):  # name → rows
     "Throughput, TTFT and TPOT over the number of users; the knee of each curve is marked."
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.7), dpi=80, layout="constrained")
+    fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.7), dpi=60, layout="constrained")
     for name, rows in sweeps.items():
         xs = [r["concurrency"] for r in rows]
         at = knee(rows)
