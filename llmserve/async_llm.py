@@ -131,7 +131,7 @@ class EngineLoop:
             from llmserve.structured import compile_form
             self.forms[message.id] = message, compile_form(engine.runner.loaded, engine.spec.vocab_size, message.params.structured_outputs)
         elif isinstance(message, Stop):
-            if self.forms.pop(message.id, None): return
+            if message.id in self.forms: return self.forms.pop(message.id)[1].cancel()
             request = engine.requests.get(message.id)
             if request is None: return
             for seq in request.sequences if message.index is None else [request.sequences[message.index]]: engine.finish(seq, message.reason)

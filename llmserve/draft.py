@@ -250,7 +250,8 @@ class ModelDrafter(Drafter):
     def forward(self, seqs: list, tokens: list, contexts: list) -> torch.Tensor:  # [sequences, vocab]
         "Logits behind the last token of each sequence."
         rows = self.loaded.spec.vocab_size  # some pairs of models pad their vocabularies differently; nobody says such a token but by force
-        batch = pack([[min(t, rows - 1) for t in some] for some in tokens], contexts, [[s.tables[self.group] for s in seqs]], self.cache.block_size)
+        batch = pack(tokens, contexts, [[s.tables[self.group] for s in seqs]], self.cache.block_size)
+        np.minimum(batch.token_ids, rows - 1, out=batch.token_ids)
         return run_paged(self.loaded.model, self.cache, self.runner.backend, batch, batch.query_start[1:].astype(np.int64) - 1, self.keeps_rows)[:, :self.runner.spec.vocab_size]
 
     def propose(self, news: list, batch: Batch) -> list:

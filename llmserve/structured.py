@@ -160,5 +160,5 @@ def compile_form(
         if key not in _compiled: _compiled[key] = Structure(tokens, key[1])
         _compiled.move_to_end(key)
         if len(_compiled) > 32: _compiled.popitem(last=False)
-        return _compiled[key].copy()
+        return _compiled[key]
     return _compiler().submit(work)

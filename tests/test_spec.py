@@ -481,7 +481,7 @@ def test_all_held_out_prompts(method, batch, settings): check_real(method, batch
 @pytest.mark.parametrize("method, batch, settings", [(m, (1, 8)[i % 2], REAL_TROUBLE[i % len(REAL_TROUBLE)]) for i, m in enumerate(REAL)], ids=str)
 def test_held_out_prompts(method, batch, settings):
     "One prompt of each kind by each method, each under something else."
-    check_real(method, batch, settings, each=1, length=16)
+    check_real(method, batch, settings, each=1, length=24)
 
 
 def test_what_cannot_draft(tiny):
