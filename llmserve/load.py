@@ -183,9 +183,9 @@ async def sweep(
 async def overhead(
     model: str = "smollm2-135m",
     clients: int = 32, requests: int = 96, input_len: int = 64, output_len: int = 64,
-    repeat: int = 3,
+    repeat: int = 5,
     **settings,  # of EngineConfig
-) -> list:  # one row
+) -> list:  # one row, of medians
     "Over HTTP against `LLM.generate`."
     import aiohttp
     from llmserve.async_llm import AsyncLLM
@@ -198,21 +198,22 @@ async def overhead(
     direct, http, ttft, prefill = [], [], [], []
     async with AsyncLLM(model, **settings) as llm, serving(llm) as url:
         for k in range(repeat + 1):
-            some, few = questions(num=requests, input_len=input_len, output_len=output_len, seed=k), questions(num=8, input_len=input_len, output_len=4, seed=1000 + k)
+            some, few = questions(num=requests, input_len=input_len, output_len=output_len, seed=k), questions(num=16, input_len=input_len, output_len=4, seed=1000 + k)
             start = time.perf_counter()
             offline.generate([q.prompt for q in some], params, False)  # nothing else is under way: the loop may stand still
             direct.append(requests * output_len / (time.perf_counter() - start))
-            outs = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False) for q in few]
-            prefill += [o[0].metrics.ttft for o in outs]
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=3600)) as session:  # connections of the last round have timed out
                 send = lambda q: ask(session, url + "/v1", model, q)
                 seen, seconds = await closed(send, some, clients)
                 assert not any(s.error for s in seen), next(s.error for s in seen if s.error)
                 http.append(sum(s.tokens for s in seen) / seconds)
-                ttft += [s.ttft for s in (await closed(send, few, 1))[0]]
+            alone = [offline.generate(q.prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), False)[0].metrics.ttft for q in few]
+            async with aiohttp.ClientSession() as session: first = [s.ttft for s in (await closed(send, few, 1))[0]]
+            prefill.append(statistics.median(alone[4:]))  # the first ones find cold caches
+            ttft.append(statistics.median(first[4:]))
     ratio = statistics.median(h / d for h, d in zip(http[1:], direct[1:]))
-    return [dict(clients=clients, requests=requests, generate_tok_s=round(statistics.median(direct[1:]), 1), http_tok_s=round(statistics.median(http[1:]), 1), of_generate=round(ratio, 3), ttft_ms=round(1e3 * statistics.median(ttft[8:]), 2), prefill_ms=round(1e3 * statistics.median(prefill[8:]), 2),
-                 added_ms=round(1e3 * (statistics.median(ttft[8:]) - statistics.median(prefill[8:])), 2))]
+    return [dict(clients=clients, requests=requests, generate_tok_s=round(statistics.median(direct[1:]), 1), http_tok_s=round(statistics.median(http[1:]), 1), of_generate=round(ratio, 3), ttft_ms=round(1e3 * statistics.median(ttft[1:]), 2), prefill_ms=round(1e3 * statistics.median(prefill[1:]), 2),
+                 added_ms=round(1e3 * statistics.median(a - b for a, b in zip(ttft[1:], prefill[1:])), 2))]
 
 # %% ../nbs/49_load.ipynb #7fe4547a
 def draw_sweeps(sweeps: dict, path=None, goals: dict | None = None):  # name → rows
