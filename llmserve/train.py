@@ -20,6 +20,7 @@ import textwrap
 import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -169,37 +170,45 @@ class Taught:
     "A batch of conversations and what the target makes of them."
     ids: torch.Tensor  # [batch, length]
     says: torch.Tensor  # bool [batch, length], whether the target said the token behind this place
+    heard: torch.Tensor  # bool [batch, length], or someone else did, in words that only this conversation has
     features: torch.Tensor  # [batch, length, h] of the last norm
     fused: torch.Tensor | None  # [batch, length, 3 h], inputs of the chosen layers
     best: torch.Tensor  # [batch, length] the target's most likely next token
 
 class Teacher:
     "A frozen target that remembers what it has said."
-    def __init__(self, model, lessons: list, layers: tuple = (), most: int = 512):
-        self.model, self.lessons, self.layers, self.most, self.known, self.out = model.eval(), lessons, layers, most, {}, output_rows(model)
+    def __init__(self, model, lessons: list, layers: tuple = (), most: int = 512, room: int = 4 << 30):  # most tokens of a conversation, bytes to remember
+        self.model, self.lessons, self.layers, self.most, self.room, self.known, self.out = model.eval(), lessons, layers, most, room, {}, output_rows(model)
+        self.opening = len(commonprefix([x["tokens"] for x in lessons[:64]]))  # of the template
 
     @torch.no_grad()
     def look(self, indices: list):
-        "See to it that these are known."
-        new = [i for i in indices if i not in self.known]
-        if not new: return
+        "What is known of these."
+        found = {i: self.known[i] for i in indices if i in self.known}
+        new = [i for i in indices if i not in found]
+        if not new: return found
         texts = [self.lessons[i]["tokens"][:self.most] for i in new]
         out = self.model.model(torch.tensor([t + [0] * (max(map(len, texts)) - len(t)) for t in texts]), output_hidden_states=bool(self.layers), use_cache=False)
         for row, (i, text) in enumerate(zip(new, texts)):
-            features, start = out.last_hidden_state[row, :len(text)].clone(), max(self.lessons[i]["start"] - 1, 0)
-            best = F.pad(F.linear(features[start:], self.out).max(-1).indices, (min(start, len(text)), 0))  # nobody asks for a prompt's
-            self.known[i] = features, torch.cat([out.hidden_states[j][row, :len(text)] for j in self.layers], -1) if self.layers else None, best
+            features, start = out.last_hidden_state[row, :len(text)].clone(), max(min(self.opening, self.lessons[i]["start"] - 1), 0)
+            best = F.pad(F.linear(features[start:], self.out).max(-1).indices, (min(start, len(text)), 0))  # nobody asks for the opening's
+            found[i] = features, torch.cat([out.hidden_states[j][row, :len(text)] for j in self.layers], -1) if self.layers else None, best
+            size = sum(x.nbytes for x in found[i] if x is not None)
+            if size <= self.room: self.known[i], self.room = found[i], self.room - size
+        return found
 
     def __call__(self, indices: list) -> Taught:
-        self.look(indices)
-        parts = [self.known[i] for i in indices]
+        found = self.look(indices)
+        parts = [found[i] for i in indices]
         n = max(len(p[0]) for p in parts)
         pad = lambda x: torch.cat([x, x.new_zeros(n - len(x), *x.shape[1:])])
         ids = torch.stack([pad(torch.tensor(self.lessons[i]["tokens"][:self.most])) for i in indices])
-        says = torch.zeros(len(indices), n, dtype=torch.bool)
-        for row, i in zip(says, indices): row[self.lessons[i]["start"] - 1:min(len(self.lessons[i]["tokens"]), self.most) - 1] = True
+        says, heard = torch.zeros(2, len(indices), n, dtype=torch.bool)
+        for row, i in enumerate(indices):
+            start = self.lessons[i]["start"] - 1
+            heard[row, self.opening:start], says[row, start:min(len(self.lessons[i]["tokens"]), self.most) - 1] = True, True
         features, fused, best = ([pad(p[k]) for p in parts] if parts[0][k] is not None else None for k in range(3))
-        return Taught(ids, says, torch.stack(features), None if fused is None else torch.stack(fused), torch.stack(best))
+        return Taught(ids, says, heard, torch.stack(features), None if fused is None else torch.stack(fused), torch.stack(best))
 
 # %% ../nbs/35_train.ipynb #ce571d27
 class TargetLoss(torch.autograd.Function):
@@ -227,12 +236,12 @@ class TargetLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _): return ctx.saved_tensors[0] * g.to(ctx.saved_tensors[0].dtype), None, None, None, None
 
-def target_rows(taught, d2t, out) -> tuple:  # p [places, tokens], [batch, length] which row of p or −1, [batch, length] the target's choice among the head's tokens or −1
+def target_rows(taught, d2t, out, places) -> tuple:  # p [places, tokens], [batch, length] which row of p or −1, [batch, length] the target's choice among the head's tokens or −1
     "What the target says, in the head's tokens."
     place = torch.full((int(max(d2t.max(), taught.best.max())) + 1,), -1)
     place[d2t] = torch.arange(len(d2t))
     best = place[taught.best]
-    known = taught.says & (best >= 0)
+    known = places & (best >= 0)
     rows = torch.full_like(best, -1)
     rows[known] = torch.arange(int(known.sum()))
     return F.linear(taught.features[known].to(out.dtype), out).float().softmax(-1), rows, best
@@ -241,7 +250,6 @@ def dense_attention(q, keys: list, values: list, mask) -> torch.Tensor:
     "Attention of step i of the training-time test: causal over the keys of step 0, and its own place in each later step."
     # q [b, heads, n, d]; keys[0], values[0] [b, kv_heads, n, d]
     group = q.shape[1] // keys[0].shape[1]
-    if len(keys) == 1: return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=True)
     scale = q.shape[-1] ** -0.5
     k0, v0 = keys[0].repeat_interleave(group, 1), values[0].repeat_interleave(group, 1)
     scores = [(q @ k0.transpose(-1, -2) * scale).masked_fill(mask, -1e9)]
@@ -264,7 +272,8 @@ def eagle_losses(
     "One batch."
     c, t, out = head.config, taught, head.out
     b, n = t.ids.shape
-    p, rows, best = target_rows(t, head.d2t, out)
+    places = t.says | t.heard
+    p, rows, best = target_rows(t, head.d2t, out, places)
     spread = t.features[t.says].float().std()
     given = head.fuse(t.fused.float()).float() if c.version == 3 else t.features.float()
     if c.version == 1 and noise: given = given + (torch.rand_like(given) * 2 - 1) * noise * spread
@@ -283,16 +292,16 @@ def eagle_losses(
         here = move(rows, -1)
         counted = here >= 0
         part, guess = TargetLoss.apply((head.norm(hidden) if c.version == 3 else hidden)[counted], out, p, here[counted])
-        agreement.append(float((guess == move(best)[counted]).sum() / move(t.says).sum().clamp(min=1)))  # a token that the head does not have is a miss
+        agreement.append(float(((guess == move(best)[counted]) & move(t.says)[counted]).sum() / move(t.says).sum().clamp(min=1)))  # a token that the head does not have is a miss
         loss = loss + 0.8**i * part
-        if c.version == 1 and i == 0: loss = loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * t.says).sum() / t.says.sum().clamp(min=1)
+        if c.version == 1 and i == 0: loss = loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * places).sum() / places.sum().clamp(min=1)
     return loss, agreement
 
 # %% ../nbs/35_train.ipynb #6e20e740
 def medusa_losses(heads: MedusaHeads, taught: Taught) -> tuple:
     "Head k against what the target says k + 1 places behind the next token."
     loss, agreement, n = 0.0, [], taught.ids.shape[1]
-    p, rows, best = target_rows(taught, heads.d2t, heads.out[0])
+    p, rows, best = target_rows(taught, heads.d2t, heads.out[0], taught.says)
     for k, (block, out) in enumerate(zip(heads.blocks, heads.out)):
         far = k + 1  # the target's next token at place t + far is the head's at place t
         here = torch.where(taught.says[:, :n - far], rows[:, far:], -1)
@@ -306,10 +315,11 @@ def medusa_losses(heads: MedusaHeads, taught: Taught) -> tuple:
 
 def draft_losses(model, taught: Taught, out) -> tuple:
     "Distillation: cross-entropy with the target's distribution over all its tokens."
-    hidden, best = model.model(taught.ids, use_cache=False).last_hidden_state[taught.says], taught.best[taught.says]
-    with torch.no_grad(): p = F.linear(taught.features[taught.says], out).float().softmax(-1)
+    places = taught.says | taught.heard
+    hidden = model.model(taught.ids, use_cache=False).last_hidden_state[places]
+    with torch.no_grad(): p = F.linear(taught.features[places], out).float().softmax(-1)
     loss, guess = TargetLoss.apply(hidden, out, p, torch.arange(len(p)))
-    return loss, [float((guess == best).float().mean())]
+    return loss, [float((guess == taught.best[places])[taught.says[places]].float().mean())]
 
 # %% ../nbs/35_train.ipynb #ebf8e338
 def canonical_directions(
