@@ -25,7 +25,18 @@ def gain(alpha: float, k: int, draft_cost: float, row_cost: float = 0.0) -> floa
 # %% ../nbs/36_adaptive.ipynb #2f025d0e
 class StepCost(StepTimes):
     "Seconds of a step as a + b × tokens, fitted to steps as they pass."
-    def __init__(self, decay: float = 0.99): super().__init__(decay)
+    def __init__(self, decay: float = 0.99):
+        super().__init__(decay)
+        self.strange = 0  # steps in a row that took far longer than expected
+
+    def observe(self, num_tokens: int, seconds: float):
+        "Take in a step; not one in which something was compiled. When three in a row are as slow, or one is far faster, the past was strange, and it begins again."
+        fit = self.fit()
+        expected = fit[0] + fit[1] * num_tokens if fit else seconds
+        self.strange = self.strange + 1 if seconds > 5 * expected else 0
+        if 0 < self.strange < 3: return
+        if self.strange or 5 * seconds < expected: self.sums, self.strange = [0.0] * 5, 0
+        super().observe(num_tokens, seconds)
 
     def fit(self) -> tuple | None:  # a, b; None: not enough seen
         n, x, y, *_ = self.sums
@@ -43,6 +54,9 @@ class Acceptance:
         for d in range(min(accepted + 1, offered)):
             if d == len(self.rates): self.rates.append(start(d))
             self.rates[d] += weight * ((d < accepted) - self.rates[d])
+        if accepted == offered > 0:  # nobody knows how much further it would have gone: the depth below is taken for a little more like this one
+            if offered == len(self.rates): self.rates.append(start(offered))
+            self.rates[offered] += weight / 4 * max(self.rates[offered - 1] - self.rates[offered], 0)
 
     def __call__(self, depth: int, otherwise: float) -> float: return self.rates[depth] if depth < len(self.rates) else otherwise
 

@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from itertools import cycle, islice
 
 # %% ../nbs/50_bench.ipynb #0bd97eec
 def random_prompts(
@@ -301,12 +302,12 @@ def spec(
     folder: str = "data/prompts",
     each: int = 12,  # prompts of each kind
     output_len: int = 48,
-    by_kind: bool = False,  # a line per kind of text
+    by_kind: bool = False,  # a line per kind of text; the prompts of a batch are then of one kind
     heads: str = "data/heads",
     adaptive: bool = False,  # let the engine choose how much is drafted
     **settings,
 ) -> list:  # one dict per method and batch (and kind)
-    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (with the bonus token), speed, share of the time spent outside of the target (drafting, verifying, moving), memory."
+    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (tokens of a step, with the bonus token; also of steps for which nothing was drafted), speed from the first prompt token to the last answer, share of decoding steps spent outside of the target (drafting, verifying, moving), memory."
     from pathlib import Path
     from llmserve.core import EngineConfig, SamplingParams
     from llmserve.engine import Engine
@@ -327,33 +328,46 @@ def spec(
 
     def make(config):
         c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, **settings})
-        return Engine(c, Runner(c, loaded))
+        engine = Engine(c, runner := Runner(c, loaded))
+        if runner.device != "cpu":  # what is launched is to be waited for
+            forward = runner.forward
+            def waited(*args):
+                import torch
+                out = forward(*args)
+                torch.cuda.synchronize()
+                return out
+            runner.forward = waited
+        return engine
 
-    def run(engine, some):  # seconds of decoding steps, tokens, of each check how many tokens were drafted and how many accepted, seconds of these in the target
+    def run(engine, some) -> list:  # seconds and tokens in all; of each check how many tokens were drafted and how many accepted; of decoding steps seconds, seconds of the target, tokens, and how many sequences had room for a draft
         engine.records.clear()
         for _, p in some: engine.add(p, params)
         while engine.has_work: engine.step()
-        steps = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)]  # the others compute prompts
-        return sum(r.duration for r in steps), sum(t for r in steps for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted], sum(r.model_time for r in steps)
+        decoding, made = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)], {}  # the others compute prompts
+        tokens = steps = 0
+        for r in engine.records:
+            for name, _, t in r.scheduled:
+                before = made.get(name, 0)
+                made[name] = before + t
+                if t and 0 < before < output_len - 1: tokens, steps = tokens + t, steps + 1
+        return [sum(r.duration for r in engine.records), sum(made.values()), [d[1:] for r in engine.records for d in r.drafted], sum(r.duration for r in decoding), sum(r.model_time for r in decoding), tokens, steps]
 
     engines = {"plain": make(None)} | {name: make(config) for name, config in methods.items()}
     for batch in batches:
-        totals = {}
-        for at in range(0, len(prompts), batch):
-            some = prompts[at:at + batch]
+        totals, groups = {}, [[p for p in prompts if p[0] == kind] for kind in dict.fromkeys(k for k, _ in prompts)] if by_kind else [prompts]
+        for some in (list(islice(cycle(group), at, at + batch)) for group in groups for at in range(0, len(group), batch)):
             for name, engine in engines.items():
                 found = run(engine, some)
-                for kind in {some[0][0], "all"} if batch == 1 or len({k for k, _ in some}) == 1 else {"all"}:
-                    t = totals.setdefault((kind, name), [0.0, 0, [], 0.0])
-                    for i, x in enumerate(found): t[i] += x
-        for kind in sorted({k for k, _ in totals} if by_kind else {"all"}):
-            seconds, tokens, *_ = totals[kind, "plain"]
-            plain = tokens / seconds
+                for kind in {some[0][0], "all"} if by_kind else {"all"}:
+                    known = totals.get((kind, name))
+                    totals[kind, name] = found if known is None else [a + b for a, b in zip(known, found)]
+        for kind in sorted({k for k, _ in totals}):
+            plain = totals[kind, "plain"][1] / totals[kind, "plain"][0]
             for name in engines:
-                s, n, checks, model_time = totals[kind, name]
+                seconds, n, checks, decoding, target, tokens, steps = totals[kind, name]
                 accepted, rates = [a for _, a in checks], acceptance_by_depth([a for _, a in checks])
-                rows.append(dict(method=name, kind=kind, batch=batch, alpha=rates[0] if rates else 0.0, by_depth=" ".join(f"{x:.2f}" for x in rates[:5]), kept=round(sum(accepted) / max(sum(d for d, _ in checks), 1), 3), accepted_length=round(1 + sum(accepted) / max(len(checks), 1), 2),
-                                 tok_s=round(n / s, 1), of_plain=round(n / s / plain, 2), outside=round(1 - model_time / s, 3), extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
+                rows.append(dict(method=name, kind=kind, batch=batch, alpha=rates[0] if rates else 0.0, by_depth=" ".join(f"{x:.2f}" for x in rates[:5]), kept=round(sum(accepted) / max(sum(d for d, _ in checks), 1), 3), accepted_length=round(tokens / max(steps, 1), 2),
+                                 tok_s=round(n / seconds, 1), of_plain=round(n / seconds / plain, 2), outside=round(1 - target / decoding, 3), extra_mib=round(_extra_bytes(engines[name]) / 2**20, 1)))
     return rows
 
 def acceptance_by_depth(
@@ -364,7 +378,7 @@ def acceptance_by_depth(
     return [round(more / some, 3) for some, more in zip(reached, reached[1:])]
 
 def _extra_bytes(engine) -> int:
-    "Memory of a drafter: weights that are its own, and its K and V."
+    "Memory of a drafter: weights that are its own, its K and V, features it keeps, and answers it remembers."
     drafter = engine.runner.drafter
     drafter = getattr(drafter, "inner", drafter)
     if drafter is None: return 0
@@ -376,7 +390,12 @@ def _extra_bytes(engine) -> int:
         weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in shared)
         weights += sum(2 * m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m not in theirs)
         weights += sum(w.numel() * w.element_size() for w in {id(w): w for w in (rows if isinstance(rows, list) else [rows]) if w is not None}.values())
-    return weights + (drafter.cache.num_bytes if hasattr(drafter, "cache") else 0)
+    told, runs = 0, [drafter.shared.root] if hasattr(drafter, "shared") else []
+    while runs:
+        run = runs.pop()
+        told += sys.getsizeof(run) + (sys.getsizeof(run.after) if run.after is not None else 0)
+        runs += (run.after or {}).values()
+    return weights + told + (drafter.cache.num_bytes if hasattr(drafter, "cache") else 0) + (drafter.ends.nbytes if hasattr(drafter, "ends") else 0)
 
 # %% ../nbs/50_bench.ipynb #c9f4060c
 def perplexity(

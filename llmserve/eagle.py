@@ -123,6 +123,7 @@ def load_eagle(
     h = names["fc.weight"].shape[0]
     fused = names["fc.weight"].shape[1] // (3 if found == 3 else 2)
     if fused != target.hidden_size: raise ValueError(f"this EAGLE head is for features of {fused:,} numbers, the target's have {target.hidden_size:,}")
+    if h != target.hidden_size: raise ValueError(f"this EAGLE head works on {h:,} numbers, the target's embedding has {target.hidden_size:,}")
     heads = config.get("num_attention_heads", target.num_attention_heads)
     dim = config.get("head_dim") or h // heads
     if names["q_proj.weight"].shape[0] != heads * dim: dim = names["q_proj.weight"].shape[0] // heads
@@ -133,12 +134,15 @@ def load_eagle(
     out = names["lm_head.weight"] if "lm_head.weight" in names else output_rows(model, ids)
     if len(out) != (target.vocab_size if ids is None else len(ids)): raise ValueError(f"this EAGLE head guesses among {len(out):,} tokens, the target has {target.vocab_size:,}")
     n = target.num_hidden_layers
+    layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3))
+    if found == 3 and not (len(layers) == 3 and all(isinstance(i, int) and 0 <= i < n for i in layers)): raise ValueError(f"this EAGLE-3 head listens to layers {layers}, of the target's {n} it needs three")
     made = EagleHead(EagleConfig(found, h, names["gate_proj.weight"].shape[0], heads, names["k_proj.weight"].shape[0] // dim, dim, len(out), target.hidden_size, config.get("rms_norm_eps", 1e-5),
-                                 tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3)), "fc.bias" in names, "q_proj.bias" in names, config.get("norm_before_residual", "speculators_model_type" in config),
+                                 layers, "fc.bias" in names, "q_proj.bias" in names, config.get("norm_before_residual", "speculators_model_type" in config),
                                  None if "training" in config and not rope else rope))  # heads trained here use the target's positions, published ones say or mean their own (base 10,000)
     strange = sorted(k for k in names if k not in made.state_dict() and k not in ("lm_head.weight", "embed_tokens.weight", "d2t", "d2t_ids", "t2d") and not k.endswith("inv_freq"))
     if strange: raise ValueError(f"{folder} holds {', '.join(strange[:4])}, for which an EAGLE-{found} head has no place")
-    missing, _ = made.load_state_dict({k: v for k, v in names.items() if k in made.state_dict()}, strict=False)
+    try: missing, _ = made.load_state_dict({k: v for k, v in names.items() if k in made.state_dict()}, strict=False)
+    except RuntimeError as e: raise ValueError(f"{folder} holds an EAGLE head of another shape: {' '.join(str(e).split())[:200]}") from e
     if missing: raise ValueError(f"{folder} lacks {', '.join(missing)}")
     dtype = model.get_input_embeddings().weight.dtype
     made.out, made.d2t = out.to(model.get_input_embeddings().weight.device, dtype), ids
@@ -231,7 +235,7 @@ class EagleDrafter(Drafter):
     def offers(self, hidden) -> tuple:  # [n, width] tokens and log-probabilities, as lists
         logits = self.head.logits(hidden)
         if self.width == 1:  # nothing to choose between
-            ids = logits.argmax(-1, keepdim=True)
+            ids = self.runner.argmax(logits)[:, None]
             values = torch.zeros(ids.shape)
         else:
             logits = logits.float()

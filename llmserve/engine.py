@@ -74,6 +74,7 @@ def add(self: Engine,
         bad = [t for t in getattr(params, name) or () if not 0 <= t < vocab]
         if bad: raise InvalidRequest(f"{name} has token id {bad[0]}, the vocabulary ends at {vocab - 1:,}")
     check_number("priority", priority, integer=True)
+    if params.logprobs is not None and self.runner.typical: raise InvalidRequest("logprobs tell of the model's distribution, and typical acceptance does not draw from it: leave out logprobs, or take acceptance 'lossless'")
     banned = token_runs(self.runner.loaded.tokenizer, params.bad_words, vocab) if params.bad_words else []
     if params.beam_width:
         going_on = len(set(range(vocab) if params.allowed_token_ids is None else params.allowed_token_ids) - self.spec.eos_token_ids - set(params.stop_token_ids)) - len(banned)

@@ -128,6 +128,7 @@ def write_lessons(
     num: int,  # conversations
     answer_len: int = 96,  # tokens of an answer at most
     seed: int = 0,
+    progress: bool = False,
 ) -> list:  # {"tokens": ids of the whole conversation, "start": where the answer begins}
     "Conversations of the model with itself: a fifth of the prompts are drawn from the template's opening, the others are tasks about texts and programs, its own and those of Python's library; of four answers three are greedy and one is drawn."
     dice, part = random.Random(seed), -(-num // 10)
@@ -141,7 +142,7 @@ def write_lessons(
     begun = begin(OPENINGS) + begin(PROGRAMS)
     draw = lambda i, most, **kw: SamplingParams(temperature=1.0 if most == 96 else 0.9, min_p=0.03, max_tokens=most, seed=seed * 1_000_003 + i, **kw)
     params = [draw(i, 96, stop_token_ids=[end]) for i in range(2 * part)] + [draw(i, dice.choice((96, 144, 192)) + 1) for i in range(part)] + [draw(i, 97) for i in range(part)]
-    found = llm.generate([opening] * (2 * part) + [blank + tok(b, add_special_tokens=False).input_ids for b in begun], params, use_tqdm=False)
+    found = llm.generate([opening] * (2 * part) + [blank + tok(b, add_special_tokens=False).input_ids for b in begun], params, use_tqdm=progress)
     asked = [[t for t in o.outputs[0].token_ids if t != end] for o in found[:2 * part]]
     written = [b + o.outputs[0].text for b, o in zip(begun, found[2 * part:])]
     prompts = [opening + x + bridge for x in asked if 4 <= len(x) < 96]
@@ -153,7 +154,7 @@ def write_lessons(
     prompts += [tok(render(set_task(*either(), dice)), add_special_tokens=False).input_ids for _ in range(num - 2 * part)]
     prompts = [p for p in prompts if len(p) + answer_len <= llm.engine.plan.max_model_len]
     params = [SamplingParams(temperature=0.7 if i % 4 == 0 else 0.0, max_tokens=answer_len, seed=i, detokenize=False) for i in range(len(prompts))]
-    lessons = [dict(tokens=p + o.outputs[0].token_ids, start=len(p)) for p, o in zip(prompts, llm.generate(prompts, params, use_tqdm=False))]
+    lessons = [dict(tokens=p + o.outputs[0].token_ids, start=len(p)) for p, o in zip(prompts, llm.generate(prompts, params, use_tqdm=progress))]
     return [x for x in lessons if len(x["tokens"]) - x["start"] >= 8]
 
 #| export
@@ -670,16 +671,18 @@ def train_head(
     from llmserve.models import find
     configs = [TrainConfig(m, **settings) for m in ([method] if isinstance(method, str) else method)]
     path = Path(lessons or Path(out) / f"lessons-{Path(model).name}.jsonl.xz")
-    opened = lambda mode: (lzma.open if path.suffix == ".xz" else open)(path, mode, encoding="utf-8")
+    opened = lambda path, mode: (lzma.open if path.suffix == ".xz" else open)(path, mode, encoding="utf-8")
     if not path.exists():
         began = time.monotonic()
         llm = LLM(model, max_model_len=640, kv_cache_memory="2GiB", max_num_seqs=256, quiet=True)
-        made = write_lessons(llm, num_lessons)
+        made = write_lessons(llm, num_lessons, progress=progress)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with opened("wt") as f: f.write("\n".join(map(json.dumps, made)) + "\n")
+        part = path.with_name(f"part-{path.name}")  # a call that was interrupted leaves no half a file
+        with opened(part, "wt") as f: f.write("\n".join(map(json.dumps, made)) + "\n")
+        part.replace(path)
         if progress: print(f"{len(made)} lessons, {sum(len(x['tokens']) - x['start'] for x in made):,} tokens of answers, written in {time.monotonic() - began:.0f} s")
         del llm
-    with opened("rt") as f: data = [json.loads(line) for line in f if line.strip()]
+    with opened(path, "rt") as f: data = [json.loads(line) for line in f if line.strip()]
     if not data: raise ValueError(f"there are no lessons in {path}")
     target = transformers.AutoModelForCausalLM.from_pretrained(find(model), dtype=torch.bfloat16, attn_implementation="sdpa").eval().requires_grad_(False)
     trainers = [Trainer(c, target, data, Path(out) / f"{Path(model).name}-{c.method}") for c in sorted(configs, key=lambda c: c.method != "eagle3")]  # the features of EAGLE-3 hold what the others need

@@ -38,12 +38,12 @@ def chi2(tokens, p):
     return (x - (len(p) - 1)) / (2 * (len(p) - 1)) ** 0.5
 
 
-def run_chain(params, q, k=2):
-    "Chains of k tokens drawn from q (p itself if None); returns all answers."
+def run_chain(params, q, k=2, told=None):
+    "Chains of k tokens drawn from q (p itself if None), of which the verifier is `told` another distribution; returns all answers."
     rows = rows_for(params)
     q = torch.as_tensor(exact(params, P_LOGITS[0], [3])).float() if q is None else q
     drafts = np.stack([draw(q.expand(N, V), uniform(range(N), [1 + i] * N, stream=3)).numpy() for i in range(k)], 1)
-    trees = [TokenTree.chain(d.tolist(), q.expand(k, V)) for d in drafts]
+    trees = [TokenTree.chain(d.tolist(), (q if told is None else told).expand(k, V)) for d in drafts]
     return verify(P_LOGITS[:k + 1].repeat(N, 1), list(range(0, (k + 1) * N, k + 1)), trees, rows)
 
 
@@ -85,28 +85,40 @@ def test_greedy_follows_the_largest():
 
 def test_a_planted_mistake_is_caught(monkeypatch):
     real = verify_module.target_probs
-    with monkeypatch.context() as m:  # p and q swapped in the acceptance
-        m.setattr(verify_module, "target_probs", lambda logits, rows, own=False: QS["far"].expand(len(rows), V).clone())
-        found = run_chain(SamplingParams(), QS["far"])
-        with pytest.raises(AssertionError): check(found, SamplingParams())
+    for q in ("far", "near"):
+        with monkeypatch.context() as m:  # p and q swapped: accepted with q / p, the rest drawn from q − p
+            m.setattr(verify_module, "target_probs", lambda logits, rows, own=False: QS[q].expand(len(rows), V).clone())
+            found = run_chain(SamplingParams(), QS[q], told=real(P_LOGITS[:1], rows_for(SamplingParams())[:1])[0])
+            assert 0 < sum(len(path) == 0 for path, _, _ in found) < N, "some are accepted, some are not"
+            with pytest.raises(AssertionError): check(found, SamplingParams())
     with monkeypatch.context() as m:  # what is left is not made smaller: p instead of p − q
         m.setattr(torch.Tensor, "clamp", lambda self, *a, **k: real(P_LOGITS[:1].expand(len(self), V), rows_for(SamplingParams())[:len(self)]) if self.shape[-1] == V and k == dict(min=0) else torch.clamp(self, *a, **k))
         found = run_chain(SamplingParams(), QS["near"])
         with pytest.raises(AssertionError): check(found, SamplingParams())
 
 
-def test_siblings_without_renormalizing_are_caught():
+@pytest.mark.parametrize("right", [True, False])
+def test_siblings_without_renormalizing_are_caught(monkeypatch, right):
     "The rule that the papers warn of: the second sibling accepted with p(x) instead of p(x) / (1 − p(first))."
-    p, r = exact(SamplingParams(), P_LOGITS[0], [3]), np.random.default_rng(0)
-    tokens = []
-    for _ in range(N):
-        for x in (1, 0):
-            if r.random() < p[x]: break
-        else:
-            rest = p.copy(); rest[[0, 1]] = 0
-            x = r.choice(V, p=rest / rest.sum())
-        tokens.append(x)
-    assert chi2(tokens, p) > 5
+    decide, tree, r = verify_module._decide, TokenTree([1, 0], [-1, -1]), np.random.default_rng(0)
+
+    def one_by_one(logits, at, rows, drafted, argmax):
+        if rows[0].position > 1: return decide(logits, at, rows, drafted, argmax)
+        out, p = [], exact(SamplingParams(), P_LOGITS[0], [3])
+        for _ in rows:
+            rest = p.copy()
+            for x in tree.tokens:
+                if r.random() < rest[x]: break
+                rest[x] = 0
+                if right: rest /= rest.sum()
+            else: x = r.choice(V, p=rest / rest.sum())
+            out.append(x)
+        return out, [None] * len(out)
+    monkeypatch.setattr(verify_module, "_decide", one_by_one)
+    found = verify(P_LOGITS[[0, 1, 1]].repeat(N, 1), list(range(0, 3 * N, 3)), [tree] * N, rows_for(SamplingParams()))
+    if right: check(found, SamplingParams())
+    else:
+        with pytest.raises(AssertionError): check(found, SamplingParams())
 
 
 def test_typical_is_lossy_and_says_so():
