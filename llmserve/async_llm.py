@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['log', 'To', 'From', 'Add', 'Stop', 'Call', 'Bit', 'Stats', 'News', 'Refused', 'Answer', 'Ready', 'EngineLoop',
            'run_engine', 'EngineDead', 'QueueFull', 'AsyncLLM', 'longest_token', 'tokenize', 'stream', 'begin',
-           'submit', 'follow', 'generate', 'abort', 'restart', 'call', 'shutdown', 'sleep', 'wake_up', 'is_sleeping',
-           'reset_prefix_cache']
+           'submit', 'check_room', 'follow', 'generate', 'abort', 'restart', 'call', 'shutdown', 'sleep', 'wake_up',
+           'is_sleeping', 'reset_prefix_cache']
 
 # %% ../nbs/38_async_llm.ipynb #61408135
 import asyncio
@@ -26,7 +26,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from .core import EngineConfig, InvalidRequest, Logprob, Request, RequestOutput, SamplingParams, Status, engine_config, read_prompt
+from .core import EngineConfig, InvalidRequest, Logprob, PromptTooLong, Request, RequestOutput, SamplingParams, Status, engine_config, read_prompt
 from .detokenize import Collector, Delta
 from .scheduler import SequenceUpdate
 
@@ -371,6 +371,7 @@ class AsyncLLM:
         except Exception as e:  # a message that this version does not know
             log.exception("the engine's answers cannot be read")
             self._fail(EngineDead(f"the engine's answers cannot be read: {type(e).__name__}: {e}"))
+            self.process.kill()  # `_ended` tells the others
             raise
 
     def _take(self, message):
@@ -467,12 +468,12 @@ async def begin(self: AsyncLLM, prompt, sampling_params, request_id, priority, c
 async def submit(self: AsyncLLM, ids: list, params: SamplingParams, request_id=None, prompt=None, priority=0, cache_salt=None) -> _Open:
     "Hand a request to the engine."
     if self.dead or self.process is None: raise self.dead or EngineDead("the engine was not started")
-    if self._num_queued >= self.max_num_queued_reqs: raise QueueFull(f"{self._num_queued:,} requests are waiting already, that is all that may (max_num_queued_reqs)")
+    self.check_room()
     if params.stop and self.tokenizer is None: raise InvalidRequest("stop texts need a tokenizer, and this model has none")
     wire_id = f"q{next(self._numbers)}"
     if request_id is None: request_id = wire_id
     if request_id in self._names: raise InvalidRequest(f"a request with id {request_id!r} is running already")
-    if len(ids) >= self.ready.max_model_len: raise InvalidRequest(f"the prompt has {len(ids):,} tokens; with one token of answer that is more than max_model_len={self.ready.max_model_len:,}")
+    if len(ids) >= self.ready.max_model_len: raise PromptTooLong(len(ids), self.ready.max_model_len)
     for i, t in enumerate(ids):
         if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < 2**31: raise InvalidRequest(f"token id {t!r} at position {i} of the prompt is not a token id")
     try: message = msgspec.msgpack.encode(Add(wire_id, ids, params, priority, cache_salt, time.monotonic()))
@@ -483,6 +484,11 @@ async def submit(self: AsyncLLM, ids: list, params: SamplingParams, request_id=N
     self._num_queued += 1
     self.sender.send(message)
     return some
+
+def check_room(self: AsyncLLM, num: int = 1):
+    "Raise `QueueFull` unless so many requests may wait, `InvalidRequest` if they never may."
+    if num > self.max_num_queued_reqs: raise InvalidRequest(f"a request takes at most {self.max_num_queued_reqs:,} prompts (max_num_queued_reqs), got {num:,}")
+    if self._num_queued + num > self.max_num_queued_reqs: raise QueueFull(f"{self._num_queued:,} requests are waiting already, of {self.max_num_queued_reqs:,} that may (max_num_queued_reqs)")
 
 async def follow(self: AsyncLLM, some: _Open) -> AsyncIterator[Delta]:
     "The deltas of a request that was handed in."
@@ -553,7 +559,7 @@ def shutdown(self: AsyncLLM, timeout: float = 5.0):
     self._fail(EngineDead("the engine was shut down"))
     self.process = None
 
-for _f in (tokenize, stream, begin, submit, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
+for _f in (tokenize, stream, begin, submit, check_room, follow, _close, generate, abort, restart, call, shutdown): setattr(AsyncLLM, _f.__name__, _f)
 
 async def sleep(self: AsyncLLM, level: int = 1):
     await self.call("sleep", level=level)

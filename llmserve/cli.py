@@ -219,16 +219,18 @@ def run_load(args) -> list:
     goals = {name: float(most) for name, most in (g.split(":") for g in args.goodput)}
     if set(goals) - {"ttft", "tpot", "e2e"}: raise ValueError(f"goals are ttft, tpot and e2e, got {', '.join(goals)}")
     short = ("concurrency", "rate", "requests", "errors", "req_s", "out_tok_s", "ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "tpot_p99", "itl_p99", "e2e_p50", "e2e_p99", "goodput", "first_error")
+    if args.save:
+        from pathlib import Path
+        Path(args.save).parent.mkdir(parents=True, exist_ok=True)
     rows = asyncio.run(load.sweep(args.base_url.rstrip("/"), args.served_model, numbers(args.concurrency, int), numbers(args.request_rate, float) if args.request_rate else (), args.data, num=args.num_prompts, input_len=args.input_len, output_len=args.output_len or None,
                                   chat=args.chat, goals=goals or None, api_key=args.api_key, report=lambda r: print(f"{r.get('concurrency', r.get('rate'))}: {r['out_tok_s']} tokens/s, {r['errors']} errors", file=sys.stderr)))
     if args.save:
-        from pathlib import Path
         Path(args.save).with_suffix(".json").write_text(json.dumps(rows, indent=1))
-        if not args.request_rate: load.draw_sweeps({args.served_model or "server": rows}, Path(args.save).with_suffix(".png"), goals)
-    if not args.request_rate and not args.json:
-        at, most = load.knee(rows), load.largest(rows, goals.get("ttft"), goals.get("tpot"))
-        if at: print(f"knee: {at['concurrency']} users, {at['out_tok_s']} tokens/s")
-        if goals: print(f"most users that keep {' '.join(args.goodput)} at p95: {most['concurrency'] if most else 'none'}")
+        load.draw_sweeps({args.served_model or "server": rows}, Path(args.save).with_suffix(".png"), goals)
+    x, unit = ("rate", "requests/s") if args.request_rate else ("concurrency", "users")
+    at, most, out = load.knee(rows, x), load.largest(rows, **goals, x=x), sys.stderr if args.json else sys.stdout
+    if at: print(f"knee: {at[x]} {unit}, {at['out_tok_s']} tokens/s", file=out)
+    if goals: print(f"most {unit} that keep {' '.join(args.goodput)} at p95: {most[x] if most else 'none'}", file=out)
     return rows if args.json else [{k: r[k] for k in short if k in r} for r in rows]
 
 def run_bench(args) -> int:

@@ -9,7 +9,6 @@ __all__ = ['Question', 'questions', 'Seen', 'ask', 'closed', 'opened', 'summary'
 # %% ../nbs/49_load.ipynb #c70e36e8
 import asyncio
 import json
-import math
 import random
 import statistics
 import time
@@ -87,7 +86,7 @@ async def ask(session, url: str, model: str, q: Question, chat: bool = False, ex
                     if data.get("usage"): seen.tokens, seen.prompt_tokens = data["usage"]["completion_tokens"], data["usage"]["prompt_tokens"]
                     if "error" in data: seen.error = str(data["error"])[:200]
                     choice = (data.get("choices") or [{}])[0]
-                    if not (choice.get("text") or (choice.get("delta") or {}).get("content") or (choice.get("delta") or {}).get("reasoning_content")): continue
+                    if not (choice.get("text") or (choice.get("delta") or {}).get("content") or (choice.get("delta") or {}).get("reasoning_content") or (choice.get("delta") or {}).get("reasoning")): continue
                     chunks += 1
                     if seen.first is None: seen.first = now
                     else: seen.gaps.append(now - seen.last)
@@ -125,7 +124,7 @@ def summary(
     good = [s for s in seen if not s.error]
     row = dict(requests=len(seen), errors=len(seen) - len(good), seconds=round(seconds, 2), req_s=round(len(good) / seconds, 2), out_tok_s=round(sum(s.tokens for s in good) / seconds, 1), all_tok_s=round(sum(s.tokens + s.prompt_tokens for s in good) / seconds, 1))
     for name, values in (("ttft", [s.ttft for s in good]), ("tpot", [s.tpot for s in good if s.tokens > 1]), ("itl", [g for s in good for g in s.gaps]), ("e2e", [s.e2e for s in good])):
-        row |= {f"{name}_mean": round(1e3 * statistics.fmean(values), 2) if values else None} | {f"{name}_p{p}": round(1e3 * float(np.percentile(values, p)), 2) if values else math.nan for p in (50, 95, 99)}
+        row |= {f"{name}_mean": round(1e3 * statistics.fmean(values), 2) if values else None} | {f"{name}_p{p}": round(1e3 * float(np.percentile(values, p)), 2) if values else None for p in (50, 95, 99)}
     if goals: row["goodput"] = round(sum(all(1e3 * getattr(s, n) <= most for n, most in goals.items()) for s in good) / seconds, 2)
     return row
 
@@ -138,9 +137,10 @@ def knee(rows: list, x: str = "concurrency", y: str = "out_tok_s") -> dict | Non
     above = [(v - min(ys)) / (max(ys) - min(ys)) - (u - xs[0]) / (xs[-1] - xs[0]) for u, v in zip(xs, ys)]
     return rows[above.index(max(above))] if max(above) > 0.02 else None
 
-def largest(rows: list, ttft: float | None = None, tpot: float | None = None, x: str = "concurrency") -> dict | None:
-    "The row with the most users whose p95 keeps the goals (milliseconds), and no errors."
-    kept = [r for r in rows if not r["errors"] and (ttft is None or r["ttft_p95"] <= ttft) and (tpot is None or r["tpot_p95"] <= tpot)]
+def largest(rows: list, ttft: float | None = None, tpot: float | None = None, e2e: float | None = None, x: str = "concurrency") -> dict | None:
+    "The row with the most users (or the highest rate) whose p95 keeps the goals (milliseconds), and no errors."
+    goals = {f"{name}_p95": most for name, most in (("ttft", ttft), ("tpot", tpot), ("e2e", e2e)) if most is not None}
+    kept = [r for r in rows if not r["errors"] and all(r[name] is None or r[name] <= most for name, most in goals.items())]
     return max(kept, key=lambda r: r[x], default=None)
 
 async def sweep(
@@ -217,21 +217,22 @@ async def overhead(
 
 # %% ../nbs/49_load.ipynb #7fe4547a
 def draw_sweeps(sweeps: dict, path=None, goals: dict | None = None):  # name → rows
-    "Throughput, TTFT and TPOT over the number of users; the knee of each curve is marked."
+    "Throughput, TTFT and TPOT over the number of users (or the rate); the knee of each curve is marked."
+    x = "rate" if any("rate" in r for rows in sweeps.values() for r in rows) else "concurrency"
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.7), dpi=60, layout="constrained")
     for name, rows in sweeps.items():
-        xs = [r["concurrency"] for r in rows]
-        at = knee(rows)
+        xs = [r[x] for r in rows]
+        at = knee(rows, x)
         for ax, y in zip(axes, ("out_tok_s", "ttft_p95", "tpot_p95")):
             line, = ax.plot(xs, [r[y] for r in rows], "o-", ms=3.5, label=name)
-            if at: ax.plot([at["concurrency"]], [at[y]], "o", ms=10, mfc="none", color=line.get_color())
+            if at: ax.plot([at[x]], [at[y]], "o", ms=10, mfc="none", color=line.get_color())
     for ax, title in zip(axes, ("output tokens/s", "TTFT p95, ms", "TPOT p95, ms")):
-        ax.set(xscale="log", xlabel="concurrent users", title=title); ax.title.set_fontsize(9)
+        ax.set(xscale="log", xlabel="requests per second" if x == "rate" else "concurrent users", title=title); ax.title.set_fontsize(9)
         if title[0] == "T":
             ax.set_yscale("log")
             for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): axis(lambda v, _: f"{v:g}" if f"{v:.0e}"[0] in "125" else "")
-        ticks = sorted({r["concurrency"] for rows in sweeps.values() for r in rows})
+        ticks = sorted({r[x] for rows in sweeps.values() for r in rows})
         ax.set_xticks(ticks, [str(t) for t in ticks]); ax.xaxis.minorticks_off()
     for ax, goal in zip(axes[1:], ("ttft", "tpot")):
         if goals and goals.get(goal): ax.axhline(goals[goal], color="0.6", lw=1, ls="--")

@@ -25,7 +25,7 @@ GAUGES = dict(num_requests_running="requests in execution", num_requests_waiting
 COUNTERS = dict(prefix_cache_queries="prompt tokens looked up in the prefix cache", prefix_cache_hits="prompt tokens found there", prompt_tokens="prompt tokens of requests that began", prompt_tokens_cached="of these, tokens that were not computed", generation_tokens="tokens generated",
                 num_preemptions="sequences that gave way", spec_decode_num_drafts="trees checked", spec_decode_num_draft_tokens="tokens drafted", spec_decode_num_accepted_tokens="drafted tokens accepted", swapped_out_blocks="blocks copied to host memory", swapped_in_blocks="blocks copied back")
 HISTOGRAMS = dict(time_to_first_token_seconds=_seconds, inter_token_latency_seconds=_short, request_time_per_output_token_seconds=_short, e2e_request_latency_seconds=_long, request_queue_time_seconds=_long, request_prefill_time_seconds=_long, request_decode_time_seconds=_long,
-                  request_inference_time_seconds=_long, iteration_tokens_total=_batch, request_prompt_tokens=_tokens, request_generation_tokens=_tokens, request_params_n=(1, 2, 5, 10, 20), request_params_max_tokens=_tokens, request_num_preemptions=(0, 1, 2, 5, 10), step_seconds=_short, schedule_seconds=(1e-5, 1e-4, 1e-3, 1e-2, 0.1))
+                  request_inference_time_seconds=_long, iteration_tokens_total=_batch, request_prompt_tokens=_tokens, request_generation_tokens=_tokens, request_max_num_generation_tokens=_tokens, request_params_n=(1, 2, 5, 10, 20), request_params_max_tokens=_tokens, request_num_preemptions=(0, 1, 2, 5, 10), step_seconds=_short, schedule_seconds=(1e-5, 1e-4, 1e-3, 1e-2, 0.1))
 
 class Metrics:
     "Adds up the news of an `AsyncLLM`."
@@ -37,6 +37,7 @@ class Metrics:
         self.counters = {n: make(Counter, n, t) for n, t in COUNTERS.items()}
         self.histograms = {n: make(Histogram, n, n.replace("_", " "), buckets=b) for n, b in HISTOGRAMS.items()}
         self.success = Counter("vllm:request_success", "requests that ended", ["model_name", "finished_reason"], registry=self.registry)
+        self.reasons = Gauge("vllm:num_requests_waiting_by_reason", "requests that wait, by reason", ["model_name", "reason"], registry=self.registry)
         self.accepted = Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "accepted drafts by depth", ["model_name", "position"], registry=self.registry)
         for reason in ("stop", "length", "abort", "error"): self.success.labels(model_name, reason)
         c = llm.config
@@ -86,7 +87,7 @@ class Metrics:
             self.last.pop((some.id, o.index), None)
         if some.error and not some.started: return  # it was refused: its latencies would tell nothing
         h["e2e_request_latency_seconds"].observe(now - r.arrival_time)
-        h["request_prompt_tokens"].observe(len(r.prompt_token_ids)); h["request_generation_tokens"].observe(n)
+        h["request_prompt_tokens"].observe(len(r.prompt_token_ids)); h["request_generation_tokens"].observe(n); h["request_max_num_generation_tokens"].observe(max(len(o.token_ids) for o in outputs))
         h["request_params_n"].observe(r.params.n); h["request_num_preemptions"].observe(sum(s.num_preemptions for s in seqs))
         if r.params.max_tokens: h["request_params_max_tokens"].observe(r.params.max_tokens)
         begun, first, last = (min((v for s in seqs if (v := getattr(s, name)) is not None), default=None) for name in ("first_scheduled_time", "first_token_time", "last_token_time"))
@@ -99,6 +100,7 @@ class Metrics:
     def text(self) -> bytes:
         g, s = self.gauges, self.llm.stats
         g["num_requests_running"].set(s.running); g["num_requests_waiting"].set(s.waiting); g["engine_sleep_state"].set(s.sleeping)
+        for reason, number in (("capacity", s.waiting), ("deferred", 0)): self.reasons.labels(self.model_name, reason).set(number)  # nothing else is waited for here
         g["kv_cache_usage_perc"].set(s.used_blocks / s.num_blocks if s.num_blocks else 0)
         return generate_latest(self.registry)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from .beam import BeamSearch
-from .core import EngineConfig, InvalidRequest, Request, Sequence, Status
+from .core import EngineConfig, InvalidRequest, PromptTooLong, Request, Sequence, Status
 from .prefix import BlockManager
 
 # %% ../nbs/20_scheduler.ipynb #d5d02483
@@ -150,7 +150,7 @@ class Scheduler:
         "Raise `InvalidRequest` unless a prompt of so many tokens leaves room for an answer."
         if not length: raise InvalidRequest("the prompt is empty; at least one token is needed")
         if length >= self.max_model_len:
-            raise InvalidRequest(f"the prompt has {length:,} tokens; with one token of answer that is more than max_model_len={self.max_model_len:,}")
+            raise PromptTooLong(length, self.max_model_len)
         if length + params.min_tokens > self.max_model_len:
             raise InvalidRequest(f"the prompt has {length:,} tokens, with min_tokens={params.min_tokens:,} that is more than max_model_len={self.max_model_len:,}")
 
@@ -201,6 +201,7 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
     "Give tokens to the running sequences from place `i` on."
     running, grow, chunk = self.running, self.blocks.grow, self.chunk
     sequences, num_tokens, samples = step.sequences, step.num_tokens, step.samples
+    kept = self.budget // 2 if self.waiting else 0  # of those who wait
     while i < len(running) and budget > 0:
         seq = running[i]
         computed, want = seq.num_computed_tokens, len(seq.tokens)
@@ -212,7 +213,7 @@ def _serve(self: Scheduler, step: Step, i: int, budget: int) -> int:  # what is 
                 i += 1
                 continue
         tree = None
-        if seq.draft is not None and n == 1: tree = seq.draft.cut(budget - 1, seq.max_len - want - 1)
+        if seq.draft is not None and n == 1: tree = seq.draft.cut(max(budget - kept - (len(running) - i), 0), seq.max_len - want - 1)  # drafts take nothing from others
         if (tree or self.lookahead and seq.search is None) and computed + n == want:  # drafts have places only where places are free
             extra, deep = (len(tree), max(tree.depths())) if tree else (0, 0)  # as many as `deep` may be accepted, and the next drafts stand behind them
             if not any(computed + n + more <= seq.capacity and not seq.shares_tail or grow(seq, computed + n + more) for more in (max(extra, deep + self.lookahead), max(extra, self.lookahead), extra)): tree = None

@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from llmserve.core import InvalidRequest
+
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "The weather in a city", "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}, "required": ["city", "unit"], "additionalProperties": False}}}
@@ -188,6 +190,38 @@ def test_what_looks_like_a_call(size):
     assert len(read(two, "hermes")[1]) == 2 and len(read(two, "hermes", parallel=False)[1]) == 1
     (call,) = read('[TOOL_CALLS][{"name": "get_time", "arguments": {"zone": "CET"}}]', "mistral")[1]
     assert re.fullmatch(r"[a-zA-Z0-9]{9}", call[2]), "Mistral's templates take no other ids"
+    for text, format in (('[TOOL_CALLS]get_time[ARGS]{"zone": "CET"}', "mistral"), ('<|tool_call|>[{"name": "get_time", "arguments": {"zone": "CET"}}]', "granite"), ('<tool_call>{"name": "get_time", "arguments": "{\\"zone\\": \\"CET\\"}"}</tool_call>', "hermes")):
+        assert [c[:2] for c in read(text, format)[1]] == [("get_time", {"zone": "CET"})], text
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("text, content, thought", [("<think>Hm.</think>Yes.", "Yes.", "Hm."), ("\n<think>\nHm.\n</think>\n\nYes.", "Yes.", "Hm."), ("Write <think> to begin.", "Write <think> to begin.", ""), ("<think>a</think>b <think>c", "b <think>c", "a"), ("<thin ice", "<thin ice", "")])
+def test_reasoning_is_at_the_beginning(text, content, thought, size):
+    from llmserve.openai_api import OutputParser
+    parser = OutputParser(reasoning=("<think>", "</think>"))
+    pieces = [p for a in range(0, len(text), size) for p in parser.push(text[a:a + size])] + parser.push("", last=True)
+    read = {kind: "".join(p.text for p in pieces if p.kind == kind).strip() for kind in ("content", "reasoning")}
+    assert read == dict(content=content, reasoning=thought)
+
+
+def test_some_tools_are_allowed():
+    from llmserve.openai_api import choose_tools
+    allow = lambda mode, *names: {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": n}} for n in names]}}
+    assert choose_tools([WEATHER, CLOCK], allow("auto", "get_time")).names == ("get_time",)
+    required = choose_tools([WEATHER, CLOCK], allow("required", "get_time"))
+    assert required.kind == "required" and json.dumps(required.form.json).count('"const"') == 1
+    assert choose_tools([], "auto").kind == choose_tools(None, None).kind == "none"
+    for choice in (allow("auto", "barn"), allow("auto"), {"type": "allowed_tools"}):
+        with pytest.raises(InvalidRequest, match="allow"): choose_tools([CLOCK], choice)
+
+
+def test_bytes_of_parts_of_characters():
+    from llmserve.models import find, load_tokenizer
+    from llmserve.server import token_bytes
+    tok = load_tokenizer(find(MODEL))
+    ids = tok("A wave 🌊 and naïve 漢字").input_ids
+    assert any("\ufffd" in tok.decode([t]) for t in ids)
+    assert b"".join(token_bytes(tok, t, tok.decode([t])) for t in ids).decode() == "A wave 🌊 and naïve 漢字"
 
 
 def test_tools_are_described(server):
@@ -284,6 +318,13 @@ def test_responses_with_tools_and_form(client):
 
 def test_models_health_version(client, server):
     assert [m.id for m in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as e: client.completions.create(model="barn", prompt="a")
+    assert e.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as e: client.completions.create(model=MODEL, prompt=[7] * 100_000)
+    assert e.value.code == "context_length_exceeded" and "maximum context length" in e.value.message
+    asked = dict(messages=QUESTION, tools=[CLOCK])
+    counted = httpx.post(server.url + "/tokenize", json=asked).json()["count"]
+    assert counted == client.chat.completions.create(model=MODEL, max_tokens=1, **asked).usage.prompt_tokens
     assert httpx.get(server.url + "/health").status_code == 200 and "version" in httpx.get(server.url + "/version").json()
 
 

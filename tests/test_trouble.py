@@ -123,6 +123,32 @@ def test_deadline(small):
     well(small)
 
 
+async def stalled(timeout):
+    "A client who takes the first event, and then nothing more."
+    from llmserve.server import EventStream
+    closed, begun = [], asyncio.Event()
+
+    async def rest():
+        try:
+            while True: yield b"more"
+        finally: closed.append(True)
+
+    class Http:
+        async def receive(self): await asyncio.Event().wait()
+
+    async def send(message):
+        if message.get("body") == b"more":
+            begun.set()
+            await asyncio.Event().wait()
+    start = time.monotonic()
+    await EventStream(b"first", rest(), Http(), timeout)({}, None, send)
+    assert begun.is_set() and closed
+    return time.monotonic() - start
+
+
+def test_a_deadline_holds_for_those_who_stop_reading(): assert asyncio.run(stalled(0.3)) < 2
+
+
 def test_garbage(small):
     post = lambda body, kind="application/json": httpx.post(small.url + "/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=60)
     for body in (b"", b"{", b"null", b"[]", b"42", b'"a"', b"\xff\xfe\x00", b'{"messages": 1}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}', b'{"messages": [{"content": "a"}]}', b"[" * 100_000, b'{"messages":' * 50_000,
@@ -162,6 +188,17 @@ def test_bodies_that_cannot_be_handed_on(small):
     for calls in (5, [5], [{"function": 5}], [{"function": "abc"}], [{"function": {"name": "f", "arguments": "[" * 100_000}}]):
         r = httpx.post(small.url + "/v1/chat/completions", json=dict(messages=[*QUESTION, dict(role="assistant", tool_calls=calls)], max_tokens=2), timeout=60)
         assert r.status_code == 400, (str(calls)[:40], r.status_code, r.text[:200])
+    assert chat(chat_template_kwargs=dict(tokenizer=1, tools_of=2)).status_code == 200
+    for more in (dict(chat_template="{{ messages }}"), dict(echo=True)): assert chat(**more).status_code == 400, more
+    for body in (dict(input="a", top_logprobs=3), dict(input=[1] * 10)): assert httpx.post(small.url + "/v1/responses", json=body).status_code == 400, body
+    start = time.monotonic()
+    for more in (dict(stop_token_ids=list(range(600_000)), n=128), dict(allowed_token_ids=[5] * 2_000_000), dict(stop=["x" * 10_000_000]), dict(prompt=[{}] * 1_000_000), dict(prompt=["a"] * 65)):
+        r = text(max_tokens=2, **more)
+        assert r.status_code == 400, (list(more), r.status_code, r.text[:200])
+    for body in (dict(messages=[1] * 1_000_000), dict(messages=[dict(role="u", content="")] * 20_000), dict(messages=QUESTION, tools=[{}] * 2000)):
+        r = httpx.post(small.url + "/v1/chat/completions", json=body, timeout=60)
+        assert r.status_code == 400, (r.status_code, r.text[:200])
+    assert time.monotonic() - start < 20
     start = time.monotonic()
     r = text(prompt=[5] * 3_000_000, n=128, max_tokens=2)
     assert r.status_code == 400 and "max_model_len" in r.json()["error"]["message"] and time.monotonic() - start < 5
@@ -230,6 +267,8 @@ def test_key_and_name():
         assert httpx.get(s.url + "/v1/models").status_code == 401
         assert httpx.get(s.url + "/v1/models", headers={"authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
         key = {"authorization": "Bearer sesame"}
+        assert all(httpx.get(s.url + path).status_code == 200 for path in ("/", "/live", "/metrics", "/version")), "what a browser and a scraper ask for"
+        assert httpx.get(s.url + "/v1/models", headers={"authorization": "bearer sesame"}).status_code == 200
         assert httpx.get(s.url + "/v1/models", headers=key).json()["data"][0]["id"] == "house"
         assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="house", prompt="a", max_tokens=1), timeout=60).status_code == 200
         assert httpx.post(s.url + "/v1/completions", headers=key, json=dict(model="barn", prompt="a", max_tokens=1)).status_code == 404
