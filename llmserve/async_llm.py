@@ -13,14 +13,12 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import os
 import signal
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import zmq

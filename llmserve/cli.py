@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--out", default="data/heads", help="folder in which each head becomes a folder MODEL-METHOD; default: data/heads")
     train.add_argument("--lessons", help="file of lessons, written if it is not there")
     train.add_argument("--num-lessons", type=int, default=2000, help="conversations to write; default: 2000")
+    train.add_argument("--texts", help="folder with passages.txt, questions.txt, requests.txt and sentences.txt, which lessons are then also about (data/text)")
     serve = commands.add_parser("serve", help="OpenAI endpoints over HTTP")
     serve.add_argument("model_name", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or Hugging Face id; default: smollm2-135m")
     add_flags(serve, ServerConfig, list(ServerConfig.__dataclass_fields__))
@@ -209,7 +210,7 @@ def run_demo(args) -> int:
 # %% ../nbs/60_cli.ipynb #38728475
 def run_train(args) -> int:
     from llmserve.train import train_head
-    for row in train_head(args.model, args.method, args.out, args.lessons, args.num_lessons, minutes=args.minutes, lr=args.lr, batch=args.batch): print(json.dumps(row))
+    for row in train_head(args.model, args.method, args.out, args.lessons, args.num_lessons, texts=args.texts, minutes=args.minutes, lr=args.lr, batch=args.batch): print(json.dumps(row))
     return 0
 
 def run_load(args) -> list:

@@ -4,32 +4,44 @@
 
 # %% auto #0
 __all__ = ['TASKS', 'THINGS', 'NAMES', 'PLACES', 'ACTIONS', 'OPENINGS', 'PROGRAMS', 'PARTS', 'QUESTIONS', 'ENDINGS', 'REQUESTS',
-           'PROBLEMS', 'RELATIVES', 'METHODS', 'set_task', 'library', 'write_lessons', 'frequent_tokens', 'Taught',
-           'Teacher', 'TargetLoss', 'target_rows', 'dense_attention', 'eagle_losses', 'medusa_losses', 'draft_losses',
-           'canonical_directions', 'sample_of', 'write_copying', 'least_squares', 'scale_of', 'start_feature_map',
-           'start_draft', 'TrainConfig', 'first_guesses', 'make_student', 'thinned', 'Trainer', 'train_together',
-           'train_head']
+           'PROBLEMS', 'RELATIVES', 'METHODS', 'set_task', 'library', 'people', 'write_lessons', 'frequent_tokens',
+           'Taught', 'fast_copy', 'attend_apart', 'Teacher', 'TargetLoss', 'target_rows', 'dense_attention',
+           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'sample_of', 'write_copying',
+           'least_squares', 'scale_of', 'start_feature_map', 'start_draft', 'TrainConfig', 'first_guesses',
+           'make_student', 'thinned', 'Trainer', 'told_to_stop', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import ast
+import copy
 import json
 import lzma
 import math
 import random
+import signal
 import textwrap
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import accumulate
 from os.path import commonprefix
 from pathlib import Path
 
+import numpy as np
 import torch
+from numba import njit, prange
 from torch.nn import functional as F
 
+from . import models
 from .core import SamplingParams, check_number
 from .draft import rotary_of
 from .eagle import EagleConfig, EagleHead
+from .kernels import reference
+from .kernels.cpu import LANES, _exponentiate, _fast, _largest, argmax, as_numpy, narrow, widen
+from .kernels.fuse import fuse_model
 from .medusa import MedusaHeads, output_rows, save_heads
+from .runner import rounded
 
 # %% ../nbs/35_train.ipynb #fc119d43
 TASKS = dict(
@@ -53,12 +65,12 @@ OPENINGS = ("The town", "On Monday", "Dear {name}", "To make", "Once", "In 19", 
 PROGRAMS = ("def {part}(", "def {part}(items):\n", "class {part2}:\n    def __init__(self, ", "import", "def {part}(text, n={b}):\n    \"\"\"", "# A program that {action}\n", "from collections import", "for i in range({a}):\n", "def {part}(a, b):\n    if", "with open(")
 PARTS = "total price_of count_items find_name read_table is_valid mean_of load_rows parse_line next_step max_gap invoice slug score merge_all to_hours clean_text rotate area queue".split()
 
-QUESTIONS = ("Why is the sky blue and the evening sky red?|How does a refrigerator keep food cold?|What causes thunder?|How do vaccines protect us?|Why do cats purr?|How does soap remove grease?|What is inflation, and who gains from it?|"
-    "How did people tell the time before there were clocks?|Why does bread rise?|What is the difference between weather and climate?|How do bees find their way home?|Why do we dream?|What happens to rubbish after it was collected?|"
+QUESTIONS = ("Why is the sky blue and the evening sky red?|What causes thunder?|Why do cats purr?|How does soap remove grease?|"
+    "How did people tell the time before there were clocks?|What is the difference between weather and climate?|How do bees find their way home?|Why do we dream?|What happens to rubbish after it was collected?|"
     "How does a bicycle stay upright?|Why do onions make us cry?|What made the Roman roads last so long?|How is paper made from wood?|Why do some metals rust and others not?|How does a lighthouse work?|What does a heart do all day?|"
-    "Why is Venice sinking?|How do birds know when to fly south?|What is a leap year for?|Why does ice float on water?|How do earthquakes begin?|What is the use of sleep?|How does a vaccine differ from a medicine?|"
+    "Why is Venice sinking?|What is a leap year for?|Why does ice float on water?|How do earthquakes begin?|What is the use of sleep?|How does a vaccine differ from a medicine?|"
     "What makes a good teacher?|How do magnets work?|Why do stars twinkle?|How are rainbows made?|What is yeast?|Why does a ship of steel not sink?|How do plants drink?|What is a black hole?|Why do we have time zones?|"
-    "How does the internet find an address?|What is the oldest profession on a farm?|Why do volcanoes erupt?|How does glass become so clear?|What is a contract?|Why do languages die?|How does a parliament make a law?|"
+    "How does the internet find an address?|What is the oldest profession on a farm?|Why do volcanoes erupt?|How does glass become so clear?|What is a contract?|Why do languages die?|"
     "What did people eat in the Middle Ages?|Why do joints hurt when it rains?|How does an aeroplane fly?|What is the difference between a lake and a pond?|Why is gold so expensive?|How do I know whether an egg is fresh?|"
     "What is a healthy breakfast?|How long does a letter take around the world?|Why do dogs chase their tails?|How did the printing press change Europe?|What are the parts of a tree?|Why do people collect things?|"
     "How does a microwave oven heat soup?|What is photosynthesis?|Why is the moon not always round?|How do submarines dive?|What is the water cycle?|How do I learn a poem by heart?|Why are flamingos pink?|"
@@ -86,6 +98,7 @@ def set_task(
     text: str,  # something the model wrote
     program: str,  # and some code
     dice,  # random.Random
+    asked: dict = {},  # what people ask besides: questions, requests, and sentences to be translated
 ) -> str:
     "A task of a kind drawn evenly, about a text, a program or neither."
     sentences = [s.strip() + "." for s in text.replace("\n", " ").split(".") if 20 < len(s.strip()) < 200] or [text[:200]]
@@ -93,12 +106,14 @@ def set_task(
     names = [w for w in words if w.istitle() and len(w) > 3 and w.isalpha()] or NAMES
     words = [w for w in words if len(w) > 5 and w.isalpha()] or THINGS
     at, short = dice.randrange(len(sentences)), " ".join(sentences[:dice.randint(2, 10)])
+    lines = sentences[at:at + 3]
+    if asked.get("sentences") and dice.random() < 0.6: lines = dice.sample(asked["sentences"], 3)
     wrong = " ".join(w[:2] + w[3:] if len(w) > 4 and dice.random() < 0.06 else w for w in short.split(" "))
     values = dict(
-        text=short, wrong=wrong, program=program.rstrip(), sentence=sentences[at], lines=" ".join(sentences[at:at + 3]), other=dice.choice(sentences), word=dice.choice(words), name=dice.choice(names), new=dice.choice(NAMES), thing=dice.choice(THINGS), action=dice.choice(ACTIONS), part=dice.choice(PARTS), few=dice.choice(("two", "three", "five")),
+        text=short, wrong=wrong, program=program.rstrip(), sentence=lines[0], lines=" ".join(lines), other=lines[-1], word=dice.choice(words), name=dice.choice(names), new=dice.choice(NAMES), thing=dice.choice(THINGS), action=dice.choice(ACTIONS), part=dice.choice(PARTS), few=dice.choice(("two", "three", "five")),
         language=dice.choice(("French", "French", "German", "German", "Spanish", "Spanish", "Italian", "Dutch", "Portuguese", "Polish")), code=dice.choice(("Python", "Python", "Python", "JavaScript", "C", "SQL", "Java", "Bash")), a=dice.randint(3, 90), b=dice.randint(2, 30), c=dice.randint(2, 50),
         place=dice.choice(PLACES), thing2=dice.choice(THINGS), relative=dice.choice(RELATIVES), problem=dice.choice(PROBLEMS), ending=dice.choice(ENDINGS))
-    values |= dict(question=dice.choice(QUESTIONS).format(**values), request=dice.choice(REQUESTS).format(**values))
+    values |= dict(question=dice.choice(QUESTIONS + asked.get("questions", [])).format(**values), request=dice.choice(REQUESTS + asked.get("requests", [])).format(**values))
     return dice.choice(dice.choice(tuple(TASKS.values()))).format(**values).strip()
 
 @lru_cache(1)
@@ -123,12 +138,19 @@ def library() -> tuple:  # texts, programs
             if isinstance(node, ast.FunctionDef) and 4 <= node.end_lineno - node.lineno <= 14: programs.append(textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno])))
     return texts, programs
 
+@lru_cache(4)
+def people(folder) -> dict:  # passages, questions, requests, sentences
+    "What people wrote for the purpose: `passages.txt`, a paragraph each, and other files of that folder, a line each; braces are taken out."
+    read = lambda name: (Path(folder) / f"{name}.txt").read_text(encoding="utf-8").translate({ord("{"): None, ord("}"): None}).split("\n")
+    return {name: [line.strip() for line in read(name) if line.strip()] for name in ("passages", "questions", "requests", "sentences")}
+
 def write_lessons(
     llm,  # an LLM whose model has a chat template
     num: int,  # conversations
     answer_len: int = 96,  # tokens of an answer at most
     seed: int = 0,
     progress: bool = False,
+    texts: str | None = None,  # a folder, for `people`
 ) -> list:  # {"tokens": ids of the whole conversation, "start": where the answer begins}
     "Conversations of the model with itself: a fifth of the prompts are drawn from the template's opening, the others are tasks about texts and programs, its own and those of Python's library; of four answers three are greedy and one is drawn."
     dice, part = random.Random(seed), -(-num // 10)
@@ -146,12 +168,13 @@ def write_lessons(
     asked = [[t for t in o.outputs[0].token_ids if t != end] for o in found[:2 * part]]
     written = [b + o.outputs[0].text for b, o in zip(begun, found[2 * part:])]
     prompts = [opening + x + bridge for x in asked if 4 <= len(x) < 96]
-    texts, programs = library()
+    (prose, programs), asked = library(), people(texts) if texts else {}
 
     def either():  # half of the texts and programs are the model's, half are people's
-        at = dice.randrange(len(texts))
-        return dice.choice((dice.choice(written[:part]), " ".join(texts[at:at + dice.randint(1, 3)]))), dice.choice((dice.choice(written[part:]), dice.choice(programs)))
-    prompts += [tok(render(set_task(*either(), dice)), add_special_tokens=False).input_ids for _ in range(num - 2 * part)]
+        at = dice.randrange(len(prose))
+        some = [dice.choice(written[:part]), " ".join(prose[at:at + dice.randint(1, 3)]), *(dice.choice(asked["passages"]) for _ in range(2) if asked)]
+        return dice.choice(some), dice.choice((dice.choice(written[part:]), dice.choice(programs)))
+    prompts += [tok(render(set_task(*either(), dice, asked)), add_special_tokens=False).input_ids for _ in range(num - 2 * part)]
     prompts = [p for p in prompts if len(p) + answer_len <= llm.engine.plan.max_model_len]
     params = [SamplingParams(temperature=0.7 if i % 4 == 0 else 0.0, max_tokens=answer_len, seed=i, detokenize=False) for i in range(len(prompts))]
     lessons = [dict(tokens=p + o.outputs[0].token_ids, start=len(p)) for p, o in zip(prompts, llm.generate(prompts, params, use_tqdm=progress))]
@@ -176,10 +199,34 @@ class Taught:
     fused: torch.Tensor | None  # [batch, length, 3 h], inputs of the chosen layers
     best: torch.Tensor  # [batch, length] the target's most likely next token
 
+    @property
+    def places(self): return self.says | self.heard  # where something is to be learned
+
+@lru_cache(maxsize=1)
+def fast_copy(model):
+    "A target as the engine runs it: with attention of our own and, on a CPU, fused layers."
+    models.register()
+    fast = copy.deepcopy(model).eval().requires_grad_(False)
+    fast.set_attn_implementation("llmserve")
+    if fast.device.type == "cpu": fuse_model(fast)
+    return fast
+
+def attend_apart(ends: list):  # a listener for `attend_with`
+    "Attention of conversations that lie one behind the other and end at these places."
+    def attend(layer, q, k, v, scale, window, softcap, sinks):
+        out = torch.zeros_like(q)
+        for here in (slice(a, b) for a, b in zip([0, *ends], ends)):
+            n = here.stop - here.start
+            mask = None if window is None or n <= window else reference.visible(torch.arange(n), 0, window)
+            if softcap or sinks is not None: out[here] = reference.attend_dense(q[here], k[here], v[here], reference.visible(torch.arange(n), 0) if mask is None else mask, scale, softcap, sinks).to(q.dtype)
+            else: out[here] = F.scaled_dot_product_attention(*(x[here].transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        return out
+    return attend
+
 class Teacher:
     "A frozen target that remembers what it has said."
     def __init__(self, model, lessons: list, layers: tuple = (), most: int = 512, room: int = 4 << 30):  # most tokens of a conversation, bytes to remember
-        self.model, self.lessons, self.layers, self.most, self.room, self.known, self.out = model.eval(), lessons, layers, most, room, {}, output_rows(model)
+        self.model, self.lessons, self.layers, self.most, self.room, self.known, self.out = fast_copy(model), lessons, layers, most, room, {}, output_rows(model)
         self.opening = len(commonprefix([x["tokens"] for x in lessons[:64]]))  # of the template
 
     @torch.no_grad()
@@ -189,11 +236,14 @@ class Teacher:
         new = [i for i in indices if i not in found]
         if not new: return found
         texts = [self.lessons[i]["tokens"][:self.most] for i in new]
-        out = self.model.model(torch.tensor([t + [0] * (max(map(len, texts)) - len(t)) for t in texts]), output_hidden_states=bool(self.layers), use_cache=False)
-        for row, (i, text) in enumerate(zip(new, texts)):
-            features, start = out.last_hidden_state[row, :len(text)].clone(), max(min(self.opening, self.lessons[i]["start"] - 1), 0)
-            best = F.pad(F.linear(features[start:], self.out).max(-1).indices, (min(start, len(text)), 0))  # nobody asks for the opening's
-            found[i] = features, torch.cat([out.hidden_states[j][row, :len(text)] for j in self.layers], -1) if self.layers else None, best
+        ends = list(accumulate(map(len, texts)))
+        fill = rounded(ends[-1]) - ends[-1]
+        ids, positions = sum(texts, []) + [0] * fill, [t for text in texts for t in range(len(text))] + [0] * fill
+        with models.attend_with(attend_apart(ends)): out = self.model.model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), output_hidden_states=bool(self.layers), use_cache=False)
+        best = argmax(F.linear(out.last_hidden_state[0], self.out))
+        fused = torch.cat([out.hidden_states[j][0] for j in self.layers], -1) if self.layers else None
+        for i, a, b in zip(new, [0, *ends], ends):
+            found[i] = tuple(None if x is None else x[a:b].clone() for x in (out.last_hidden_state[0], fused, best))
             size = sum(x.nbytes for x in found[i] if x is not None)
             if size <= self.room: self.known[i], self.room = found[i], self.room - size
         return found
@@ -212,31 +262,56 @@ class Teacher:
         return Taught(ids, says, heard, torch.stack(features), None if fused is None else torch.stack(fused), torch.stack(best))
 
 # %% ../nbs/35_train.ipynb #ce571d27
+@njit(parallel=True, **_fast)
+def _target_loss(z, p, rows, right, losses, found):
+    "Rows of z, logits, become softmax(z) − p[rows]; `found` tells the largest, or how many are above the one at `right`."
+    n, log2e = z.shape[1], np.float32(1.4426950408889634)
+    for r in prange(len(z)):
+        line, q, x = z[r], p[rows[r]], np.empty((n + LANES - 1) // LANES * LANES, np.float32)
+        mean = np.float32(0)
+        for i in range(n):
+            x[i] = widen(line[i])
+            mean += x[i] * widen(q[i])
+        for i in range(n, len(x)): x[i] = np.float32(-1e30)
+        top = _largest(x, len(x))
+        if len(right):
+            above, least = 0, x[right[r]]
+            for i in range(n): above += x[i] > least
+            found[r] = above
+        else:
+            for i in range(n):
+                if x[i] == top:
+                    found[r] = i
+                    break
+        total = _exponentiate(x, len(x), log2e, top * log2e)
+        losses[r], share = np.log(total) + top - mean, np.float32(1) / total
+        for i in range(n): line[i] = narrow(x[i] * share - widen(q[i]), line[i])
+
 class TargetLoss(torch.autograd.Function):
     "Mean cross-entropy of softmax(x · outᵀ) with given distributions; the rows of `out` are not trained."
     @staticmethod
     def forward(ctx,
         x,  # [n, h]
         out,  # [vocab, h]
-        p,  # [m, vocab] float32
+        p,  # [m, vocab], of the dtype of `out`
         rows,  # [n] which row of p is meant
         right=None,  # [n] tokens whose ranks are wanted
     ) -> tuple:  # loss, [n] most likely token, or the rank of `right` (0: the most likely)
-        grad, found, total = torch.empty_like(x), torch.empty(len(x), dtype=torch.long), 0.0
+        grad, found, losses = torch.empty_like(x), torch.empty(len(x), dtype=torch.long), torch.empty(len(x))
+        right = rows[:0] if right is None else right
         for a in range(0, len(x), 128):
             here = slice(a, a + 128)
-            z, q = F.linear(x[here].to(out.dtype), out).float(), p[rows[here]]
-            lse = z.logsumexp(-1, keepdim=True)
-            total += float(lse.sum() - torch.dot(q.flatten(), z.flatten()))
-            found[here] = z.argmax(-1) if right is None else (z > z.gather(1, right[here, None])).sum(1)
-            grad[here] = ((z - lse).exp_().sub_(q).to(out.dtype) @ out).to(x.dtype)
+            z = F.linear(x[here].to(out.dtype), out)
+            _target_loss(*map(as_numpy, (z, p)), *(t[here].numpy() for t in (rows, right, losses, found)))
+            grad[here] = (z @ out).to(x.dtype)
         ctx.save_for_backward(grad.div_(max(len(x), 1)))
         ctx.mark_non_differentiable(found)
-        return torch.tensor(total / max(len(x), 1)), found
+        return losses.sum() / max(len(x), 1), found
 
     @staticmethod
     def backward(ctx, g, _): return ctx.saved_tensors[0] * g.to(ctx.saved_tensors[0].dtype), None, None, None, None
 
+# %% ../nbs/35_train.ipynb #a2c8b0f1
 def target_rows(taught, d2t, out, places) -> tuple:  # p [places, tokens], [batch, length] which row of p or −1, [batch, length] the target's choice among the head's tokens or −1
     "What the target says, in the head's tokens."
     place = torch.full((int(max(d2t.max(), taught.best.max())) + 1,), -1)
@@ -245,7 +320,7 @@ def target_rows(taught, d2t, out, places) -> tuple:  # p [places, tokens], [batc
     known = places & (best >= 0)
     rows = torch.full_like(best, -1)
     rows[known] = torch.arange(int(known.sum()))
-    return F.linear(taught.features[known].to(out.dtype), out).float().softmax(-1), rows, best
+    return F.linear(taught.features[known].to(out.dtype), out).softmax(-1), rows, best
 
 def dense_attention(q, keys: list, values: list, mask) -> torch.Tensor:
     "Attention of step i of the training-time test: causal over the keys of step 0, and its own place in each later step."
@@ -273,8 +348,7 @@ def eagle_losses(
     "One batch."
     c, t, out = head.config, taught, head.out
     b, n = t.ids.shape
-    places = t.says | t.heard
-    p, rows, best = target_rows(t, head.d2t, out, places)
+    p, rows, best = target_rows(t, head.d2t, out, t.places)
     spread = t.features[t.says].float().std()
     given = head.fuse(t.fused.float()).float() if c.version == 3 else t.features.float()
     if c.version == 1 and noise: given = given + (torch.rand_like(given) * 2 - 1) * noise * spread
@@ -295,7 +369,7 @@ def eagle_losses(
         part, guess = TargetLoss.apply((head.norm(hidden) if c.version == 3 else hidden)[counted], out, p, here[counted])
         agreement.append(float(((guess == move(best)[counted]) & move(t.says)[counted]).sum() / move(t.says).sum().clamp(min=1)))  # a token that the head does not have is a miss
         loss = loss + 0.8**i * part
-        if c.version == 1 and i == 0: loss = loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * places).sum() / places.sum().clamp(min=1)
+        if c.version == 1 and i == 0: loss = loss + (F.smooth_l1_loss(hidden.float() / spread, t.features.float() / spread, reduction="none").mean(-1) * t.places).sum() / t.places.sum().clamp(min=1)
     return loss, agreement
 
 # %% ../nbs/35_train.ipynb #6e20e740
@@ -316,9 +390,9 @@ def medusa_losses(heads: MedusaHeads, taught: Taught) -> tuple:
 
 def draft_losses(model, taught: Taught, out) -> tuple:
     "Distillation: cross-entropy with the target's distribution over all its tokens."
-    places = taught.says | taught.heard
+    places = taught.places
     hidden = model.model(taught.ids, use_cache=False).last_hidden_state[places]
-    with torch.no_grad(): p = F.linear(taught.features[places], out).float().softmax(-1)
+    with torch.no_grad(): p = F.linear(taught.features[places], out).softmax(-1)
     loss, guess = TargetLoss.apply(hidden, out, p, torch.arange(len(p)))
     return loss, [float((guess == taught.best[places])[taught.says[places]].float().mean())]
 
@@ -483,14 +557,13 @@ def make_student(config: TrainConfig, model, lessons: list, start: bool = True):
     n, h = target.num_hidden_layers, target.hidden_size
     torch.manual_seed(config.seed)
     if config.method == "draft":
-        import copy
         import transformers
         c = copy.deepcopy(target)
         chosen = config.draft_layers or tuple(sorted({*range(min(7, n)), 7 * n // 10}))
         if not all(0 <= i < n for i in chosen): raise ValueError(f"draft_layers are of the target's {n} layers, got {chosen}")
         c.num_hidden_layers = len(chosen)
         if getattr(c, "layer_types", None): c.layer_types = [target.layer_types[i] for i in chosen]
-        student = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.float32)
+        student = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.float32, attn_implementation="eager")  # backward through torch's fused attention takes ten times as long on a CPU
         student.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
         student.model.norm.load_state_dict(model.model.norm.state_dict())
         for a, i in zip(student.model.layers, chosen): a.load_state_dict(model.model.layers[i].state_dict())
@@ -629,6 +702,15 @@ class Trainer:
         (folder / "history.json").write_text("[\n" + ",\n".join(map(json.dumps, thinned(self.history))) + "\n]\n")
 
 # %% ../nbs/35_train.ipynb #96bc3439
+@contextmanager
+def told_to_stop():
+    "SIGTERM stops training as Ctrl-C does; so does SIGINT where a shell made a background job deaf to it."
+    if threading.current_thread() is not threading.main_thread(): yield; return
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try: yield
+    finally:
+        for s, handler in before.items(): signal.signal(s, handler)
+
 def train_together(
     trainers: list,  # of the same lessons; the first one's teacher shows what the others need
     progress=True,
@@ -639,17 +721,18 @@ def train_together(
         from tqdm.auto import tqdm
         bar = tqdm(total=round(max(map(limit, trainers))), initial=round(min(t.seconds for t in trainers)), unit="s", dynamic_ncols=True)
     try:
-        while going := [t for t in trainers if t.seconds < limit(t)]:
-            began = time.monotonic()
-            taught = trainers[0].teacher(going[0].chosen())
-            for t in going: t.learn(taught, t.seconds / limit(t))
-            for t in going: t.seconds += time.monotonic() - began
-            if bar is not None:
-                bar.n = min(round(going[0].seconds), bar.total)
-                bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first_guesses(t.history[-1]['agreement'])[0]:.2f}" for t in going))
-            if time.monotonic() - saved > 180:
-                for t in trainers: t.save()
-                saved = time.monotonic()
+        with told_to_stop():
+            while going := [t for t in trainers if t.seconds < limit(t)]:
+                began = time.monotonic()
+                taught = trainers[0].teacher(going[0].chosen())
+                for t in going: t.learn(taught, t.seconds / limit(t))
+                for t in going: t.seconds += time.monotonic() - began
+                if bar is not None:
+                    bar.n = min(round(going[0].seconds), bar.total)
+                    bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first_guesses(t.history[-1]['agreement'])[0]:.2f}" for t in going))
+                if time.monotonic() - saved > 180:
+                    for t in trainers: t.save()
+                    saved = time.monotonic()
     except KeyboardInterrupt: pass
     finally:
         if bar is not None: bar.close()
@@ -662,6 +745,7 @@ def train_head(
     out: str = "data/heads",  # each head becomes a folder <model>-<method> here
     lessons: str | None = None,  # a file of lessons (.jsonl or .jsonl.xz), written if it is not there; None: beside the heads
     num_lessons: int = 2000,
+    texts: str | None = None,  # a folder with what people wrote, to set tasks about (`people`); None: Python's documentation only
     progress: bool = True,
     **settings,  # of TrainConfig
 ) -> list:  # what was done, a dict per method
@@ -675,7 +759,7 @@ def train_head(
     if not path.exists():
         began = time.monotonic()
         llm = LLM(model, max_model_len=640, kv_cache_memory="2GiB", max_num_seqs=256, quiet=True)
-        made = write_lessons(llm, num_lessons, progress=progress)
+        made = write_lessons(llm, num_lessons, progress=progress, texts=texts)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"part-{path.name}")  # a call that was interrupted leaves no half a file
         with opened(part, "wt") as f: f.write("\n".join(map(json.dumps, made)) + "\n")

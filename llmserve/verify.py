@@ -9,7 +9,6 @@ __all__ = ['verify']
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from .sampling import SamplingRow, best_logprobs, draw, penalize, sample, target_probs, uniform
