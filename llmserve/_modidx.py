@@ -881,6 +881,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'llmserve.server._left': ('nbs/server.html#_left', 'llmserve/server.py'),
                                  'llmserve.server._wire': ('nbs/server.html#_wire', 'llmserve/server.py'),
                                  'llmserve.server.all_of': ('nbs/server.html#all_of', 'llmserve/server.py'),
+                                 'llmserve.server.bind': ('nbs/server.html#bind', 'llmserve/server.py'),
                                  'llmserve.server.byte_letters': ('nbs/server.html#byte_letters', 'llmserve/server.py'),
                                  'llmserve.server.chat': ('nbs/server.html#chat', 'llmserve/server.py'),
                                  'llmserve.server.chat_jobs': ('nbs/server.html#chat_jobs', 'llmserve/server.py'),

@@ -6,7 +6,7 @@
 __all__ = ['log', 'encode_json', 'Deadline', 'Gone', 'NoModel', 'error_response', 'error_of', 'unless_left', 'in_time', 'all_of',
            'EventStream', 'event', 'Job', 'drain', 'merged', 'usage_of', 'finite', 'byte_letters', 'token_bytes',
            'chat_logprobs', 'completion_logprobs', 'read_template', 'Endpoints', 'completions', 'encode', 'chat_jobs',
-           'message_of', 'chat', 'items_to_messages', 'responses', 'Door', 'make_app', 'serving', 'serve']
+           'message_of', 'chat', 'items_to_messages', 'responses', 'Door', 'make_app', 'serving', 'bind', 'serve']
 
 # %% ../nbs/40_server.ipynb #73dac938
 import asyncio
@@ -648,6 +648,14 @@ async def serving(
         await task
 
 # %% ../nbs/40_server.ipynb #141a99b3
+def bind(host: str, port: int) -> socket.socket:
+    "A socket at an address. Raises `ValueError` if it cannot be used."
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # where the protocol is not named, asyncio leaves Nagle's algorithm on, and on a kept connection the first token waits 40 ms for an acknowledgement
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try: found.bind((host, port))
+    except OSError as e: raise ValueError(f"cannot listen on {host}:{port}: {e.strerror}") from e
+    return found
+
 async def serve(
     config: ServerConfig,
     settings: dict,  # fields of EngineConfig
@@ -656,11 +664,7 @@ async def serve(
     "Serve until told to stop. Raises `ValueError` if the model or the address cannot be used."
     import uvicorn
     from llmserve import __version__
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try: listener.bind((config.host, config.port))
-    except OSError as e: raise ValueError(f"cannot listen on {config.host}:{config.port}: {e.strerror}") from e
+    listener = bind(config.host, config.port)
     llm = AsyncLLM(max_num_queued_reqs=config.max_num_queued_reqs, **settings)
     status = 0
     try:

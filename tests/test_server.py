@@ -409,3 +409,22 @@ def test_llama_index(server):
     assert said and "".join(c.delta or "" for c in llm.stream_chat([ChatMessage(role="user", content="Name three colours.")])) == said
     base = OpenAILike(model=MODEL, api_base=server.url + "/v1", api_key="none", is_chat_model=False, temperature=0, max_tokens=8)
     assert base.complete("The sea is").text
+
+
+def test_small_writes_are_sent_at_once():
+    "With Nagle's algorithm the first token on a kept connection waits for an acknowledgement, 40 ms."
+    import socket
+
+    from llmserve.server import bind
+
+    async def main():
+        seen, listener = asyncio.get_running_loop().create_future(), bind("127.0.0.1", 0)
+
+        def connected(reader, writer):
+            seen.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+        async with await asyncio.start_server(connected, sock=listener):
+            await asyncio.open_connection(*listener.getsockname())
+            assert await asyncio.wait_for(seen, 10)
+        with pytest.raises(ValueError, match="cannot listen on 192.0.2.1:1"): bind("192.0.2.1", 1)  # nobody's address
+    asyncio.run(main())
