@@ -6,6 +6,7 @@
 __all__ = ['expected_tokens', 'gain', 'StepCost', 'Acceptance', 'choose_depths', 'rows_by_depth', 'AdaptiveDrafter']
 
 # %% ../nbs/36_adaptive.ipynb #323ac46a
+import heapq
 import time
 from dataclasses import dataclass, field, replace
 
@@ -70,15 +71,14 @@ def choose_depths(
     "How deep to check each tree, now that it is there."
     depths, tokens, seconds = [0] * len(levels), float(max(others, 1)), a + b * others
     plain = tokens / seconds
-    while True:
-        best, where = 0.0, None
-        for i, some in enumerate(levels):
-            if depths[i] < len(some):
-                p, rows = some[depths[i]]
-                if p / rows > best: best, where = p / rows, i
-        if where is None or best <= b * tokens / seconds: break
-        p, rows = levels[where][depths[where]]
-        tokens, seconds, depths[where] = tokens + p, seconds + b * rows, depths[where] + 1
+    heap = [(-some[0][0] / some[0][1], i) for i, some in enumerate(levels) if some]  # the next level of each
+    heapq.heapify(heap)
+    while heap and -heap[0][0] > b * tokens / seconds:
+        i = heap[0][1]
+        p, rows = levels[i][depths[i]]
+        tokens, seconds, depths[i] = tokens + p, seconds + b * rows, depths[i] + 1
+        if depths[i] == len(levels[i]): heapq.heappop(heap)
+        else: heapq.heapreplace(heap, (-levels[i][depths[i]][0] / levels[i][depths[i]][1], i))
     return depths, tokens / (seconds + drafting) > plain
 
 # %% ../nbs/36_adaptive.ipynb #8f5f6838
