@@ -205,7 +205,7 @@ class EngineLoop:
             if time.monotonic() > look:
                 if parent is not None and not parent.is_alive(): break
                 look = time.monotonic() + 1
-            while True:
+            for _ in range(64):  # between two steps, so that those who are answered do not wait for all who ask
                 try: wire = self.receive.recv(zmq.NOBLOCK)
                 except zmq.Again: break
                 try: message = self.decode(wire)

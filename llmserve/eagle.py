@@ -193,6 +193,7 @@ class EagleDrafter(Drafter):
         self.format = kv_format(runner.config.kv_cache_dtype, runner.loaded.dtype, c.head_dim)
         self.block_bytes = 2 * c.num_kv_heads * self.format.page_bytes(c.head_dim, runner.config.block_size) + c.hidden_size * 4
         self.head.to(runner.device)
+        if self.head.d2t is not None: self.head.d2t = self.head.d2t.to(runner.device)
         if runner.fused and not isinstance(model, nn.Module): self.head.pack()
 
     def attach(self, runner):
@@ -241,7 +242,7 @@ class EagleDrafter(Drafter):
             logits = logits.float()
             values, ids = logits.topk(min(self.width, logits.shape[-1]), -1)
             values = values - logits.logsumexp(-1, keepdim=True)
-        if self.head.d2t is not None: ids = self.head.d2t.to(ids.device)[ids]
+        if self.head.d2t is not None: ids = self.head.d2t[ids]
         return ids.tolist(), values.tolist()
 
     @torch.inference_mode()

@@ -133,6 +133,7 @@ def knee(rows: list, x: str = "concurrency", y: str = "out_tok_s") -> dict | Non
     "The row at the knee; None if there is none."
     if len(rows) < 3: return None
     xs, ys = [r[x] for r in rows], [r[y] for r in rows]
+    if xs[0] == xs[-1]: return None
     if max(ys) == min(ys): return rows[0]
     above = [(v - min(ys)) / (max(ys) - min(ys)) - (u - xs[0]) / (xs[-1] - xs[0]) for u, v in zip(xs, ys)]
     return rows[above.index(max(above))] if max(above) > 0.02 else None

@@ -153,6 +153,7 @@ class MedusaDrafter(Drafter):
         else: self.tree = best_paths([[1.0]] * len(self.heads.blocks) if tree == "chain" else accuracy[:len(self.heads.blocks)], min(num_speculative_tokens, MAX_NODES))
         if self.tree.depth > len(self.heads.blocks): raise ValueError(f"the tree is {self.tree.depth} deep, there are {len(self.heads.blocks)} Medusa heads")
         self.heads.to(runner.device)
+        if self.heads.d2t is not None: self.heads.d2t = self.heads.d2t.to(runner.device)
         if runner.fused and not isinstance(model, nn.Module): self.heads.pack()
         self.ranks = max(p[-1] for p in self.tree.paths) + 1
         if acceptance == "typical": self.typical = posterior_threshold, posterior_alpha
@@ -168,7 +169,7 @@ class MedusaDrafter(Drafter):
         features = self.tap.take()
         with torch.inference_mode():
             best = self.heads(features[torch.tensor(rows, device=features.device)]).topk(self.ranks, -1).indices
-            if self.heads.d2t is not None: best = self.heads.d2t.to(best.device)[best]
+            if self.heads.d2t is not None: best = self.heads.d2t[best]
         out = [None] * len(news)
         for i, guesses in zip(asked, best.tolist()): out[i] = TokenTree([guesses[len(p) - 1][p[-1]] for p in self.tree.paths], list(self.tree.parents))
         return out

@@ -21,7 +21,7 @@ _long = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60
 _tokens = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _batch = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-GAUGES = dict(num_requests_running="requests in execution", num_requests_waiting="requests that wait", kv_cache_usage_perc="share of KV blocks in use, 0 to 1", engine_sleep_state="level of sleep, 0: awake")
+GAUGES = dict(num_requests_running="requests in execution", num_requests_waiting="requests that wait", kv_cache_usage_perc="share of KV blocks in use, 0 to 1")
 COUNTERS = dict(prefix_cache_queries="prompt tokens looked up in the prefix cache", prefix_cache_hits="prompt tokens found there", prompt_tokens="prompt tokens of requests that began", prompt_tokens_cached="of these, tokens that were not computed", generation_tokens="tokens generated",
                 num_preemptions="sequences that gave way", spec_decode_num_drafts="trees checked", spec_decode_num_draft_tokens="tokens drafted", spec_decode_num_accepted_tokens="drafted tokens accepted", swapped_out_blocks="blocks copied to host memory", swapped_in_blocks="blocks copied back")
 HISTOGRAMS = dict(time_to_first_token_seconds=_seconds, inter_token_latency_seconds=_short, request_time_per_output_token_seconds=_short, e2e_request_latency_seconds=_long, request_queue_time_seconds=_long, request_prefill_time_seconds=_long, request_decode_time_seconds=_long,
@@ -38,6 +38,7 @@ class Metrics:
         self.histograms = {n: make(Histogram, n, n.replace("_", " "), buckets=b) for n, b in HISTOGRAMS.items()}
         self.success = Counter("vllm:request_success", "requests that ended", ["model_name", "finished_reason"], registry=self.registry)
         self.reasons = Gauge("vllm:num_requests_waiting_by_reason", "requests that wait, by reason", ["model_name", "reason"], registry=self.registry)
+        self.sleep = Gauge("vllm:engine_sleep_state", "1 for the state that the engine is in", ["model_name", "sleep_state"], registry=self.registry)
         self.accepted = Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "accepted drafts by depth", ["model_name", "position"], registry=self.registry)
         for reason in ("stop", "length", "abort", "error"): self.success.labels(model_name, reason)
         c = llm.config
@@ -99,7 +100,8 @@ class Metrics:
 
     def text(self) -> bytes:
         g, s = self.gauges, self.llm.stats
-        g["num_requests_running"].set(s.running); g["num_requests_waiting"].set(s.waiting); g["engine_sleep_state"].set(s.sleeping)
+        g["num_requests_running"].set(s.running); g["num_requests_waiting"].set(s.waiting)
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")): self.sleep.labels(self.model_name, state).set(s.sleeping == level)
         for reason, number in (("capacity", s.waiting), ("deferred", 0)): self.reasons.labels(self.model_name, reason).set(number)  # nothing else is waited for here
         g["kv_cache_usage_perc"].set(s.used_blocks / s.num_blocks if s.num_blocks else 0)
         return generate_latest(self.registry)

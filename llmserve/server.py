@@ -33,7 +33,7 @@ from starlette.exceptions import HTTPException
 
 from .async_llm import AsyncLLM, EngineDead, QueueFull
 from .core import InvalidRequest, SamplingParams, ServerConfig, check_number
-from .openai_api import (ChatRequest, CompletionRequest, DetokenizeRequest, OutputParser, Piece, ResponsesRequest, TokenizeRequest, ToolChoice, choose_tools, form_of, new_id, reasoning_marks, render_chat,
+from .openai_api import (ChatRequest, CompletionRequest, MOST_LOGPROBS, DetokenizeRequest, OutputParser, Piece, ResponsesRequest, TokenizeRequest, ToolChoice, check_sizes, choose_tools, form_of, new_id, reasoning_marks, render_chat,
                                  sampling_params, template_variables, tool_format)
 
 log = logging.getLogger("llmserve")
@@ -68,11 +68,11 @@ def error_of(e: Exception) -> JSONResponse:
 async def _left(http: Request):
     while (await http.receive())["type"] != "http.disconnect": pass
 
-async def unless_left(http: Request, work, timeout: float | None = None):
+async def unless_left(http: Request, work, until: float | None = None, timeout: float | None = None):
     "The result of a coroutine, which is cancelled if the client leaves (`Gone`) or time is up (`Deadline`)."
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
-        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=None if until is None else max(until - time.monotonic(), 0), return_when=asyncio.FIRST_COMPLETED)
         if task.done(): return task.result()
         raise Gone() if gone.done() else Deadline(f"the request took longer than {timeout:g} s")
     finally:
@@ -101,8 +101,8 @@ async def all_of(works: list) -> list:
 
 class EventStream(Response):
     "Server-sent events: the first, then those of an iterator that has begun, closed when the client leaves."
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes], http: Request, timeout: float | None = None):  # seconds until a client who does not read is left
-        self.first, self.rest, self.http, self.timeout = first, rest, http, timeout
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes], http: Request, until: float | None = None):  # when a client who does not read is left
+        self.first, self.rest, self.http, self.until = first, rest, http, until
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     def init_headers(self, headers=None):
@@ -115,7 +115,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self.first, "more_body": True})
             async for event in self.rest: await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        try: await unless_left(self.http, pump(), self.timeout)
+        try: await unless_left(self.http, pump(), self.until, 0)
         except (Gone, Deadline, OSError): pass
         finally: await self.rest.aclose()
 
@@ -237,23 +237,23 @@ class Endpoints:
     async def run(self, http: Request, make_jobs, write, stream: bool, timeout: float | None):
         "Make jobs, then collect or stream them: `write` is (whole, events), and for another form of late errors (…, failed)."
         whole, events, failed = (*write, None)[:3]
-        began = time.monotonic()
-        jobs = await make_jobs()
+        jobs, limit = [], (None if timeout is None else time.monotonic() + timeout, timeout)
         try:
+            jobs = await unless_left(http, make_jobs(), *limit)
             if not stream:
-                await unless_left(http, all_of([drain(self.llm, j) for j in jobs]), timeout)
+                await unless_left(http, all_of([drain(self.llm, j) for j in jobs]), *limit)
                 return Response(encode_json(whole(jobs)), media_type="application/json")
-            source = self._guarded(events(jobs), timeout, failed)
-            first = await unless_left(http, anext(source), timeout)  # an error before the first token is a status, not an event
-            return EventStream(first, source, http, None if timeout is None else began + timeout + 1 - time.monotonic())  # in this second the error is sent
+            source = self._guarded(events(jobs), *limit, failed)
+            first = await unless_left(http, anext(source), *limit)  # an error before the first token is a status, not an event
+            return EventStream(first, source, http, None if timeout is None else limit[0] + 1)  # in this second the error is sent
         except BaseException as e:
             for j in jobs: self.llm._close(j.some)
             if isinstance(e, Gone): return Response(status_code=499)
             raise
 
-    async def _guarded(self, events, timeout: float | None, failed=None):
+    async def _guarded(self, events, until: float | None, timeout: float | None, failed=None):
         "Errors after the first event become the last event."
-        until, sent = None if timeout is None else time.monotonic() + timeout, False
+        sent = False
         try:
             while True:
                 item = await (anext(events) if until is None else in_time(anext(events), until, timeout))
@@ -278,6 +278,7 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
     params = sampling_params(body, 1 if nothing else body.max_tokens, body.logprobs, form_of(body), self.defaults, self.config.max_n)
     most = max(self.config.max_prompts, self.config.max_n)
     if len(prompts) * params.n > most: raise InvalidRequest(f"a request takes at most {most:,} answers, got {len(prompts):,} prompts with n={params.n}")
+    check_sizes(params, len(prompts), self.llm.ready.max_model_len)
     if body.echo and body.logprobs is not None: params.prompt_logprobs = body.logprobs
     request_id, created, n = body.request_id or new_id("cmpl-"), int(time.time()), params.n
     head = dict(id=request_id, object="text_completion", created=created, model=self.name)
@@ -285,6 +286,7 @@ async def completions(self: Endpoints, body: CompletionRequest, http: Request):
     async def make_jobs():
         self.llm.check_room(len(prompts))
         ids = await all_of([self.encode(body, p, True, params.max_tokens) for p in prompts])
+        if params.prompt_logprobs is not None and (total := sum(map(len, ids)) * (params.prompt_logprobs + 1)) > MOST_LOGPROBS: raise InvalidRequest(f"prompt_logprobs of a request are at most {MOST_LOGPROBS:,}, got {total:,}")
         jobs = []
         self.llm.check_room(len(prompts))  # all or none
         try:
@@ -345,9 +347,12 @@ async def chat_jobs(self: Endpoints, body, messages, tools, choice: ToolChoice, 
     form = form_of(body)
     if form and choice.form: raise InvalidRequest("an answer that must be a tool call cannot have another form too: leave out response_format, or set tool_choice to auto")
     params = sampling_params(body, max_tokens, logprobs, form or choice.form, self.defaults, self.config.max_n)
+    check_sizes(params, 1, self.llm.ready.max_model_len)
+    tools = [t for t in tools or () if not choice.names or t["function"]["name"] in choice.names]
     if choice.kind == "auto" and body.skip_special_tokens is None and self.special_calls: params.skip_special_tokens = False
     render = lambda: render_chat(self.llm.tokenizer, messages, tools if choice.kind != "none" else None, **template)
-    text = await asyncio.to_thread(render) if 100 * len(messages) + 1000 * len(tools or ()) + sum(len(str(m.get("content") or "")) for m in messages) > 5000 else render()
+    large = tools or len(messages) > 50 or any(m.get("tool_calls") for m in messages) or sum(len(str(m.get("content") or "")) for m in messages) > 5000
+    text = await asyncio.to_thread(render) if large else render()
     ids = await self.encode(body, text, False, params.max_tokens)
     job = await self.submit(ids, params, body, request_id, text)
     thinking = bool(self.marks) and not params.structured_outputs and text.rstrip().endswith(self.marks[0])
@@ -589,15 +594,17 @@ def make_app(
         ends.check_model(body.model)
         if (body.prompt is None) == (body.messages is None): raise InvalidRequest("give either prompt or messages")
         known = template_variables(llm.tokenizer, body.chat_template_kwargs)
+        choose_tools(body.tools, None)
         text = body.prompt if body.prompt is not None else await asyncio.to_thread(lambda: render_chat(llm.tokenizer, body.messages, body.tools, add_generation_prompt=body.add_generation_prompt is not False, continue_final_message=bool(body.continue_final_message), **known))
         ids = await llm.tokenize(text, body.messages is None if body.add_special_tokens is None else body.add_special_tokens) if text else []
-        return dict(count=len(ids), max_model_len=llm.ready.max_model_len, tokens=ids, token_strs=llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None)
+        answer = lambda: encode_json(dict(count=len(ids), max_model_len=llm.ready.max_model_len, tokens=ids, token_strs=llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None))
+        return Response(await asyncio.to_thread(answer), media_type="application/json")
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest):
         ends.check_model(body.model)
         if llm.tokenizer is None: raise InvalidRequest("this model has no tokenizer")
         vocab = len(llm.tokenizer)
-        for t in body.tokens:
+        for t in (min(body.tokens, default=0), max(body.tokens, default=0)):
             if not 0 <= t < vocab: raise InvalidRequest(f"token id {t} is not in the vocabulary of {vocab:,}")
         return dict(prompt=await asyncio.to_thread(llm.tokenizer.decode, body.tokens))
 
@@ -626,10 +633,10 @@ def make_app(
 
     from llmserve.metrics import add_metrics
     add_metrics(app, llm, ends.name)
-    if config.allowed_origins:
+    app.add_middleware(Door, api_key=config.api_key, max_body_size=config.max_body_size)
+    if config.allowed_origins:  # around the door, whose refusals a browser is to see too
         from fastapi.middleware.cors import CORSMiddleware
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins.split(","), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Door, api_key=config.api_key, max_body_size=config.max_body_size)
     return app
 
 @contextlib.asynccontextmanager

@@ -204,11 +204,12 @@ class Taught:
 
 @lru_cache(maxsize=1)
 def fast_copy(model):
-    "A target as the engine runs it: with attention of our own and, on a CPU, fused layers."
+    "A target as the engine runs it on a CPU: with attention of our own and fused layers. Raises `ValueError` elsewhere."
+    if model.device.type != "cpu": raise ValueError(f"heads are trained on the CPU, this target is on {model.device}")
     models.register()
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     fast.set_attn_implementation("llmserve")
-    if fast.device.type == "cpu": fuse_model(fast)
+    fuse_model(fast)
     return fast
 
 def attend_apart(ends: list):  # a listener for `attend_with`
@@ -349,7 +350,7 @@ def eagle_losses(
     c, t, out = head.config, taught, head.out
     b, n = t.ids.shape
     p, rows, best = target_rows(t, head.d2t, out, t.places)
-    spread = t.features[t.says].float().std()
+    spread = t.features[t.places].float().std()
     given = head.fuse(t.fused.float()).float() if c.version == 3 else t.features.float()
     if c.version == 1 and noise: given = given + (torch.rand_like(given) * 2 - 1) * noise * spread
     hidden = torch.cat([given.new_zeros(b, 1, given.shape[-1]), given[:, :-1]], 1)  # entry t has feature t − 1
@@ -754,7 +755,13 @@ def train_head(
     from llmserve.llm import LLM
     from llmserve.models import find
     configs = [TrainConfig(m, **settings) for m in ([method] if isinstance(method, str) else method)]
+    check_number("num_lessons", num_lessons, 1, integer=True)
     path = Path(lessons or Path(out) / f"lessons-{Path(model).name}.jsonl.xz")
+    if texts is not None:
+        if path.exists(): raise ValueError(f"the lessons in {path} are written already: without texts they are used, for others name another file")
+        try: few = [name for name, some in people(texts).items() if len(some) < 3]
+        except OSError as e: raise ValueError(f"texts: {e}") from e
+        if few: raise ValueError(f"texts: {texts} needs three lines or more of {', '.join(few)}")
     opened = lambda path, mode: (lzma.open if path.suffix == ".xz" else open)(path, mode, encoding="utf-8")
     if not path.exists():
         began = time.monotonic()
@@ -767,10 +774,12 @@ def train_head(
         if progress: print(f"{len(made)} lessons, {sum(len(x['tokens']) - x['start'] for x in made):,} tokens of answers, written in {time.monotonic() - began:.0f} s")
         del llm
     with opened(path, "rt") as f: data = [json.loads(line) for line in f if line.strip()]
+    data = [x for x in data if x["start"] < 512]  # of others nothing would be looked at
     if not data: raise ValueError(f"there are no lessons in {path}")
     target = transformers.AutoModelForCausalLM.from_pretrained(find(model), dtype=torch.bfloat16, attn_implementation="sdpa").eval().requires_grad_(False)
     trainers = [Trainer(c, target, data, Path(out) / f"{Path(model).name}-{c.method}") for c in sorted(configs, key=lambda c: c.method != "eagle3")]  # the features of EAGLE-3 hold what the others need
     train_together(trainers, progress)
+    fast_copy.cache_clear()
     done = []
     for t in trainers:
         t.export()

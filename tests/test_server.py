@@ -331,7 +331,7 @@ def test_models_health_version(client, server):
 def test_sleep(client, server):
     assert httpx.get(server.url + "/is_sleeping").json() == {"is_sleeping": False}
     assert httpx.post(server.url + "/sleep?level=1").status_code == 200 and httpx.get(server.url + "/is_sleeping").json()["is_sleeping"]
-    assert re.search(r"engine_sleep_state\{[^}]*\} 1.0", httpx.get(server.url + "/metrics").text)
+    assert re.search(r"engine_sleep_state\{[^}]*sleep_state=.weights_offloaded.\} 1.0", httpx.get(server.url + "/metrics").text)
     assert client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4).choices, "the next request wakes it"
     assert httpx.post(server.url + "/sleep?level=2").status_code == 200
     assert httpx.post(server.url + "/wake_up").status_code == 200 and not httpx.get(server.url + "/is_sleeping").json()["is_sleeping"]

@@ -141,12 +141,27 @@ async def stalled(timeout):
             begun.set()
             await asyncio.Event().wait()
     start = time.monotonic()
-    await EventStream(b"first", rest(), Http(), timeout)({}, None, send)
+    await EventStream(b"first", rest(), Http(), start + timeout)({}, None, send)
     assert begun.is_set() and closed
     return time.monotonic() - start
 
 
 def test_a_deadline_holds_for_those_who_stop_reading(): assert asyncio.run(stalled(0.3)) < 2
+
+
+def test_what_is_large_only_together(small):
+    "Sizes that one answer may have, and many may not."
+    post = lambda path, **body: httpx.post(small.url + path, json=body, timeout=60)
+    for word, body in (("logit_bias", dict(prompt=["a"] * 1024, max_tokens=1, logit_bias={str(i): 1 for i in range(200)})), ("logprobs", dict(prompt=["a"] * 1024, logprobs=64, max_tokens=64)), ("logit_bias", dict(prompt="a", logit_bias={f"x{i}": "" for i in range(200_000)}))):
+        answer = post("/v1/completions", **body)
+        assert answer.status_code in (400, 422) and word in answer.json()["error"]["message"] and len(answer.text) < 2000
+    for tools in ([{"function": None}], [{"function": "x"}], [{}]): assert post("/tokenize", messages=[dict(role="user", content="x")], tools=tools).status_code == 400
+    assert post("/detokenize", tokens=[-1]).status_code == post("/detokenize", tokens=[10**9, 1]).status_code == 400
+    tool = lambda name: dict(type="function", function=dict(name=name, description=f"Does {name}.", parameters=dict(type="object", properties={})))
+    asked = lambda tools, **more: post("/v1/chat/completions", messages=[dict(role="user", content="Hello")], max_tokens=1, tools=[tool(t) for t in tools], **more).json()["usage"]["prompt_tokens"]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "open_door"}}]}}
+    assert asked(["open_door", "ring_bell"], tool_choice=allowed) == asked(["open_door"]) < asked(["open_door", "ring_bell"])  # the others are not shown
+    well(small)
 
 
 def test_garbage(small):
