@@ -141,9 +141,10 @@ class AdaptiveDrafter(Drafter):
         spent = (min(took, self.price[0] + self.price[1] * len(chosen)) if self.price else took) * len(trials) / max(len(chosen), 1)
         for i in trials - set(found): records[i].left, records[i].pause = 0, max(records[i].pause // 2, 2)  # nothing was learned
         if found and fit:
-            depths, _ = choose_depths([self._levels(rows_by_depth(out[i]), records[i].acceptance) for i in found], len(news), *fit)
-            for i, depth in zip(found, depths):
-                rows, seq = rows_by_depth(out[i]), news[i].seq
+            shapes = [rows_by_depth(out[i]) for i in found]
+            depths, _ = choose_depths([self._levels(rows, records[i].acceptance) for i, rows in zip(found, shapes)], len(news), *fit)
+            for i, rows, depth in zip(found, shapes, depths):
+                seq = news[i].seq
                 if len(self.shape) <= max(len(rows), seq.max_len - len(seq.tokens) - len(news[i].tokens) - 1): self.shape = rows  # not where only the end of the answer cut it
                 if i in trials: depth = max(depth, 1)
                 out[i] = out[i].cut(len(out[i]), depth) if depth else None

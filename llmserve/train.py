@@ -712,6 +712,7 @@ def told_to_stop():
     finally:
         for s, handler in before.items(): signal.signal(s, handler)
 
+@told_to_stop()
 def train_together(
     trainers: list,  # of the same lessons; the first one's teacher shows what the others need
     progress=True,
@@ -722,18 +723,17 @@ def train_together(
         from tqdm.auto import tqdm
         bar = tqdm(total=round(max(map(limit, trainers))), initial=round(min(t.seconds for t in trainers)), unit="s", dynamic_ncols=True)
     try:
-        with told_to_stop():
-            while going := [t for t in trainers if t.seconds < limit(t)]:
-                began = time.monotonic()
-                taught = trainers[0].teacher(going[0].chosen())
-                for t in going: t.learn(taught, t.seconds / limit(t))
-                for t in going: t.seconds += time.monotonic() - began
-                if bar is not None:
-                    bar.n = min(round(going[0].seconds), bar.total)
-                    bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first_guesses(t.history[-1]['agreement'])[0]:.2f}" for t in going))
-                if time.monotonic() - saved > 180:
-                    for t in trainers: t.save()
-                    saved = time.monotonic()
+        while going := [t for t in trainers if t.seconds < limit(t)]:
+            began = time.monotonic()
+            taught = trainers[0].teacher(going[0].chosen())
+            for t in going: t.learn(taught, t.seconds / limit(t))
+            for t in going: t.seconds += time.monotonic() - began
+            if bar is not None:
+                bar.n = min(round(going[0].seconds), bar.total)
+                bar.set_postfix_str("; ".join(f"{t.config.method}: loss {t.history[-1]['loss']:.2f}, agreement {first_guesses(t.history[-1]['agreement'])[0]:.2f}" for t in going))
+            if time.monotonic() - saved > 180:
+                for t in trainers: t.save()
+                saved = time.monotonic()
     except KeyboardInterrupt: pass
     finally:
         if bar is not None: bar.close()
