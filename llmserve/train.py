@@ -6,9 +6,10 @@
 __all__ = ['TASKS', 'THINGS', 'NAMES', 'PLACES', 'ACTIONS', 'OPENINGS', 'PROGRAMS', 'PARTS', 'QUESTIONS', 'ENDINGS', 'REQUESTS',
            'PROBLEMS', 'RELATIVES', 'METHODS', 'set_task', 'library', 'people', 'write_lessons', 'frequent_tokens',
            'Taught', 'fast_copy', 'attend_apart', 'Teacher', 'TargetLoss', 'target_rows', 'dense_attention',
-           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'sample_of', 'write_copying',
-           'least_squares', 'scale_of', 'start_feature_map', 'start_draft', 'TrainConfig', 'first_guesses',
-           'make_student', 'thinned', 'Trainer', 'told_to_stop', 'train_together', 'train_head']
+           'eagle_losses', 'medusa_losses', 'draft_losses', 'canonical_directions', 'sample_of', 'unit',
+           'word_directions', 'slow_dims', 'write_induction', 'write_copying', 'least_squares', 'scale_of',
+           'write_linear', 'start_eagle1', 'start_draft', 'TrainConfig', 'first_guesses', 'make_student', 'thinned',
+           'Trainer', 'told_to_stop', 'train_together', 'train_head']
 
 # %% ../nbs/35_train.ipynb #6aa529a0
 import ast
@@ -344,7 +345,7 @@ def eagle_losses(
     embed,  # the target's embedding
     rotary,  # the target's rotary embedding
     steps: int = 4,  # of the training-time test; version 1 is trained with one
-    noise: float = 0.2,  # on the features of version 1, of their spread
+    noise: float = 0.5,  # on the features of version 1, of their spread: its own, on which it goes on, are not the target's
 ) -> tuple:  # loss, agreement per step
     "One batch."
     c, t, out = head.config, taught, head.out
@@ -355,16 +356,17 @@ def eagle_losses(
     if c.version == 1 and noise: given = given + (torch.rand_like(given) * 2 - 1) * noise * spread
     hidden = torch.cat([given.new_zeros(b, 1, given.shape[-1]), given[:, :-1]], 1)  # entry t has feature t − 1
     causal = torch.ones(n, n, dtype=torch.bool).triu(1)
-    keys, values, loss, agreement = [], [], 0.0, []
+    keys, values, loss, agreement = [[] for _ in head.layers], [[] for _ in head.layers], 0.0, []
+
+    def attend(layer, q, k, v):
+        q, k, v = (z.to(v.dtype).view(b, n, -1, c.head_dim).transpose(1, 2) for z in (q, k, v))
+        keys[layer].append(k); values[layer].append(v)
+        return dense_attention(q, keys[layer], values[layer], causal).transpose(1, 2).reshape(b * n, -1)
     for i in range(steps):  # everything is moved by i: place t stands for position t + i
         move = lambda x, rest=0: torch.cat([x[:, i:], x.new_full((b, i), rest)], 1) if i else x
         x = embed(move(t.ids)).float()
         cos, sin = (v.float().expand(b, -1, -1).reshape(b * n, -1) for v in rotary(x, torch.arange(n)[None] + i))
-        residual, q, k, v = head.enter(x.view(b * n, -1), hidden.reshape(b * n, -1), cos, sin)
-        q, k, v = (z.to(v.dtype).view(b, n, -1, c.head_dim).transpose(1, 2) for z in (q, k, v))
-        keys.append(k); values.append(v)
-        attended = dense_attention(q, keys, values, causal)
-        hidden = head.leave(residual, attended.transpose(1, 2).reshape(b * n, -1)).view(b, n, -1)
+        hidden = head(x.view(b * n, -1), hidden.reshape(b * n, -1), cos, sin, attend).view(b, n, -1)
         here = move(rows, -1)
         counted = here >= 0
         part, guess = TargetLoss.apply((head.norm(hidden) if c.version == 3 else hidden)[counted], out, p, here[counted])
@@ -419,6 +421,39 @@ def sample_of(lessons: list, tokens: int, num: int = 160) -> list:
     some = lessons[::max(len(lessons) // num, 1)][:num]
     return some if sum(len(x["tokens"]) for x in some) >= tokens else []
 
+def unit(x): return x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt()
+
+def word_directions(model, lessons: list, k: int) -> torch.Tensor:  # [h, k]
+    "Principal directions of the embeddings of tokens that occur."
+    words = unit(model.get_input_embeddings().weight[torch.cat([torch.tensor(x["tokens"]) for x in lessons]).unique()])
+    return torch.linalg.eigh(words.T @ words)[1].flip(1)[:, :k]
+
+def slow_dims(model) -> torch.Tensor:
+    "Pairs of rotary dimensions that hardly turn over a few hundred tokens."
+    turn = getattr(model.model.rotary_emb, "inv_freq", torch.ones(0))
+    return (turn < 0.005).nonzero().flatten()
+
+def write_induction(
+    layer,  # EagleLayer
+    dims,  # of an attention head, that are used
+    n: int,  # attention heads
+    now, then,  # [inputs, codes], how the layer's input tells the present token, and at an earlier place the token before it
+    before, earlier,  # the same, one token further back
+    value,  # [inputs, n × dim], how it tells what is to be copied
+    result,  # [hidden, n × dim], how that is written
+    seed: int,
+):
+    "The first attention heads of a layer look for the place behind an earlier occurrence of the present token, and copy its token; each looks from another side."
+    dim, cur, prev, m, g = layer.head_dim, now.shape[1], before.shape[1], int(0.7 * len(dims)), torch.Generator().manual_seed(seed)
+    mix = lambda k: torch.linalg.qr(torch.randn(k, k, generator=g))[0]
+    q, k, v, o = (p.weight for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj))
+    for i in range(n):
+        rows, at = slice(i * dim, (i + 1) * dim), i * dim + dims
+        mine, past = mix(cur)[:, :m] * (cur / m) ** 0.5, mix(prev)[:, :len(dims) - m]
+        q[rows], k[rows] = 0.0, 0.0
+        q[at[:m]], k[at[:m]], q[at[m:]], k[at[m:]] = (now @ mine).T, (then @ mine).T, (before @ past).T, (earlier @ past).T
+        v[rows], o[:, rows] = value[:, rows].T, result[:, rows]
+
 @torch.no_grad()
 def write_copying(
     head: EagleHead,  # of version 3, warm from the target's last layer
@@ -431,10 +466,8 @@ def write_copying(
     "Two thirds of an EAGLE-3 head's attention heads become induction heads. Nothing is done where lessons are too few to measure directions, or no rotary dimension is slow."
     c, embed = head.config, model.get_input_embeddings()
     h, dim, n, cur, prev = c.hidden_size, c.head_dim, 2 * c.num_heads // 3, c.hidden_size // 8, c.hidden_size // 16
-    slow = (model.model.rotary_emb.inv_freq < 0.005).nonzero().flatten() if hasattr(model.model.rotary_emb, "inv_freq") else torch.tensor([])
-    some = sample_of(lessons, 2 * h, 128)
+    slow, some = slow_dims(model), sample_of(lessons, 2 * h, 128)
     if len(slow) < 4 or n * dim > h or not some: return
-    unit = lambda x: x.float() * x.float().pow(2).mean(-1, keepdim=True).rsqrt()
     low, high, words, teacher = [], [], [], Teacher(model, some, c.layers)
     for i in range(len(some)):
         taught = teacher([i])
@@ -447,24 +480,16 @@ def write_copying(
     size = high.pow(2).mean(-1).sqrt().median()
     place = torch.linalg.eigh(high.T @ high)[1][:, :cur + 2 * prev]
     place_own, place_before, place_of = place.split((cur, prev, prev), 1)
-    for p in (head.q_proj, head.k_proj, head.v_proj): p.weight[:, h:] *= head.hidden_norm.weight
-    head.hidden_norm.weight.fill_(1.0)
+    layer = head.layers[0]
+    for p in (layer.q_proj, layer.k_proj, layer.v_proj): p.weight[:, h:] *= layer.hidden_norm.weight
+    layer.hidden_norm.weight.fill_(1.0)
     faint = 3.0  # of the codes, in features that are `size` strong
     head.fc.weight[:, 2 * h:] -= place @ place.T
     head.fc.weight[:, :h] = faint * (place_own @ own.T + place_before @ before.T + place_of @ of.T)
-    known = embed.weight[torch.cat([torch.tensor(x["tokens"]) for x in some]).unique()]
-    principal = torch.linalg.eigh(unit(known).T @ unit(known))[1].flip(1)[:, :n * dim]
-    dims = torch.cat([slow, slow + dim // 2])
-    m, g = int(0.7 * len(dims)), torch.Generator().manual_seed(seed)
-    mix = lambda k: torch.linalg.qr(torch.randn(k, k, generator=g))[0]  # each head looks from another side
-    q, k, v, o = (p.weight for p in (head.q_proj, head.k_proj, head.v_proj, head.o_proj))
-    for i in range(n):
-        rows = slice(i * dim, (i + 1) * dim)
-        mine, past, at = mix(cur)[:, :m] * (cur / m) ** 0.5, mix(prev)[:, :len(dims) - m], i * dim + dims
-        q[rows], k[rows], up = 0.0, 0.0, sharp**0.5 * size / faint
-        q[at[:m], :h], k[at[:m], h:] = sharp**0.5 * (word @ mine).T, up * (place_own @ mine).T
-        q[at[m:], h:], k[at[m:], h:] = up * (place_of @ past).T, up * (place_before @ past).T
-        v[rows], o[:, rows] = torch.cat([principal[:, rows].T, torch.zeros(dim, h)], 1), gain * size * principal[:, rows]
+    principal = word_directions(model, some, n * dim)
+    up, none = sharp**0.5 * size / faint, torch.zeros(h, cur)
+    write_induction(layer, torch.cat([slow, slow + dim // 2]), n, torch.cat([sharp**0.5 * word, none]), up * torch.cat([none, place_own]), up * torch.cat([none[:, :prev], place_of]), up * torch.cat([none[:, :prev], place_before]),
+                    torch.cat([principal, torch.zeros(h, n * dim)]), gain * size * principal, seed)
 
 # %% ../nbs/35_train.ipynb #a96e02db
 def least_squares(
@@ -476,31 +501,84 @@ def least_squares(
 
 def scale_of(norm, size: int) -> torch.Tensor: return norm(torch.ones(1, size, dtype=norm.weight.dtype))[0].float()  # some models keep it less one
 
+def write_linear(
+    mlp,  # with gate_proj, up_proj, down_proj
+    act,
+    x,  # [n, h], its inputs
+    y,  # [n, h], what it should add
+    sure: float = 4.0,  # what the gates see
+):
+    "The first h units of an MLP become the best linear map: where a gate reads the mean of the inputs, it is nearly constant."
+    h, gate = x.shape[1], sure * x.mean(0) / x.mean(0).pow(2).sum()
+    mlp.gate_proj.weight[:h], mlp.up_proj.weight[:h], mlp.down_proj.weight[:, :h] = gate, torch.eye(h), least_squares(x * act(x @ gate)[:, None], y).T
+
 @torch.no_grad()
-def start_feature_map(
+def start_eagle1(
     head: EagleHead,  # of version 1
     model,  # the target
     lessons: list,
+    seed: int = 0,
+    sharp: float = 2.0,  # of the attention
+    gain: float = 0.25,  # of what is copied, against the feature
+    faint: float = 0.5,  # of the codes, against the feature
 ):
-    "`fc` becomes the best linear map from the token and the last feature to the next one."
-    xs, ys, some = [], [], sample_of(lessons, 4 * head.config.hidden_size)
+    "`fc` becomes the best linear map from the token and the last feature to the next one; in a head of two layers the first tells each place the tokens before it, and the second copies; what is missing then is left to the last MLP."
+    c, embed, es, fs, ys = head.config, model.get_input_embeddings().weight, [], [], []
+    h, dim, half, some = c.hidden_size, c.head_dim, c.head_dim // 2, sample_of(lessons, 4 * c.hidden_size)
     if not some: return
     teacher = Teacher(model, some)
     for i in range(len(some)):
         taught = teacher([i])
-        xs.append(torch.cat([model.get_input_embeddings()(taught.ids[0, 1:]).float(), taught.features[0, :-1].float()], -1))
-        ys.append(taught.features[0, 1:].float())
-    x, y = torch.cat(xs), torch.cat(ys)
-    w = least_squares(x - x.mean(0), y - y.mean(0))
+        for values, x in ((es, embed[taught.ids[0, 1:]]), (fs, taught.features[0, :-1]), (ys, taught.features[0, 1:])): values.append(x.float())
+    e, f, y = map(torch.cat, (es, fs, ys))
+    x = torch.cat([e, f], 1)
+    w, size = least_squares(x - x.mean(0), y - y.mean(0)), y.pow(2).mean().sqrt()
+    b = y.mean(0) - x.mean(0) @ w
+
+    def entering(norm) -> torch.Tensor:  # [n, h]
+        "What a norm of the head is given."
+        seen = []
+        hook = norm.register_forward_pre_hook(lambda m, given: seen.append(given[0]))
+        for e, f in zip(es, fs):
+            cos, sin = (v[0].float() for v in model.model.rotary_emb(e[None], torch.arange(len(e))[None]))
+            head(e, f, cos, sin, lambda i, *qkv: F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1))
+        hook.remove()
+        return torch.cat(seen)
+
+    slow, n, cur, prev = slow_dims(model), 2 * c.num_heads // 3, min(h // 9, dim), min(h // 18, dim)
+    copies = c.num_layers > 1 and c.num_kv_heads == c.num_heads and len(slow) >= 4 and 2 <= n and n * dim <= h
+    if copies:  # the codes lie where features have the least variance
+        places = torch.linalg.eigh((y - y.mean(0)).T @ (y - y.mean(0)))[1][:, :1 + 2 * cur + prev]
+        one, now, then, earlier = places.split((1, cur, cur, prev), 1)
+        value, vector = torch.linalg.eigh((e - e.mean(0)).T @ (e - e.mean(0)) / len(e))
+        code = (vector * value.clamp(min=1e-8).rsqrt())[:, -cur:].flip(1)
+        apart = torch.eye(h) - places @ places.T
+        w, b = w @ apart, b @ apart + faint * size * (8 * one[:, 0] - e.mean(0) @ code @ now.T)
+        w[:h] += faint * size * code @ now.T
     head.fc.weight.copy_(w.T)
-    head.fc.bias.copy_(y.mean(0) - x.mean(0) @ w)
+    head.fc.bias.copy_(b)
+    if copies:
+        first, second, turn = *head.layers[:2], model.model.rotary_emb.inv_freq.float()
+        loud = 9.0 * (turn > 0.05) / (8 * faint * size)  # of pairs that turn fast: they know one place from the next
+        for i, (back, what, where) in enumerate(((1, now, then), (2, now[:, :prev], earlier))):  # looks so many places back
+            rows = slice(i * dim, (i + 1) * dim)
+            first.q_proj.weight[rows] = torch.cat([loud, torch.zeros(half)])[:, None] * one.T
+            first.k_proj.weight[rows] = torch.cat([loud * (back * turn).cos(), loud * (back * turn).sin()])[:, None] * one.T
+            first.v_proj.weight[rows], first.o_proj.weight[:, rows] = F.pad(what, (0, dim - what.shape[1])).T, F.pad(where, (0, dim - where.shape[1]))
+        r = entering(second.input_layernorm)
+        principal = word_directions(model, some, n * dim)
+        up = sharp**0.5 * r.pow(2).mean(-1).sqrt().median() / (faint * size)
+        write_induction(second, torch.cat([slow, slow + half]), n, up * now, up * then, up * then[:, :prev], up * earlier, least_squares(unit(r), unit(e) @ principal), gain * size * principal, seed)
+    last = head.layers[-1]
+    if last.gate_proj.out_features >= h:
+        r = entering(last.post_attention_layernorm)
+        write_linear(last, F.silu, unit(r) * last.post_attention_layernorm.weight, y - r)
 
 @torch.no_grad()
 def start_draft(
     draft,  # some layers of the target
     model,  # the target
     lessons: list,
-    sure: float = 4.0,  # what the gates see
 ):
     "Units of the last MLP become the best linear map to what the target's last norm takes; nothing is done where the layer is of another kind."
     layer, h = draft.model.layers[-1], model.config.hidden_size
@@ -519,9 +597,7 @@ def start_draft(
     for hook in hooks: hook.remove()
     x, state, y = map(torch.cat, (xs, states, ys))
     size = 2 * state.pow(2).mean(-1).sqrt().median()
-    gate = sure * x.mean(0) / x.mean(0).pow(2).sum()
-    w = least_squares(x * mlp.act_fn(x @ gate)[:, None], y * y.pow(2).mean(-1, keepdim=True).rsqrt() * size - state)
-    mlp.gate_proj.weight[:h], mlp.up_proj.weight[:h], mlp.down_proj.weight[:, :h] = gate, torch.eye(h), w.T
+    write_linear(mlp, mlp.act_fn, x, y * y.pow(2).mean(-1, keepdim=True).rsqrt() * size - state)
 
 # %% ../nbs/35_train.ipynb #dc9f6f6d
 @dataclass
@@ -534,6 +610,7 @@ class TrainConfig:
     optimizer: str = "muon"  # of the matrices: muon or adamw
     draft_vocab: int = 16384  # tokens the head chooses among
     steps: int = 4  # of the training-time test
+    eagle_layers: int = 2  # of an EAGLE-1 head
     medusa_heads: int = 4
     medusa_layers: int = 2
     draft_layers: tuple | None = None  # of the target, in order; None: its first seven and one at seven tenths
@@ -542,7 +619,7 @@ class TrainConfig:
 
     def __post_init__(self):
         if self.method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        for name, low in (("batch", 1), ("draft_vocab", 1), ("steps", 1), ("medusa_heads", 1), ("medusa_layers", 1), ("draft_shared", 0), ("minutes", 0), ("lr", 0)):
+        for name, low in (("batch", 1), ("draft_vocab", 1), ("steps", 1), ("eagle_layers", 1), ("medusa_heads", 1), ("medusa_layers", 1), ("draft_shared", 0), ("minutes", 0), ("lr", 0)):
             if getattr(self, name) is not None: check_number(name, getattr(self, name), low, integer=name not in ("minutes", "lr"))
         if self.optimizer not in ("muon", "adamw"): raise ValueError(f"optimizer must be muon or adamw, got {self.optimizer!r}")
 
@@ -579,33 +656,37 @@ def make_student(config: TrainConfig, model, lessons: list, start: bool = True):
     out = output_rows(model, d2t)
     if config.method == "medusa": return MedusaHeads(h, config.medusa_heads, config.medusa_layers, [out] * config.medusa_heads, d2t)
     version = int(config.method[-1])
-    dim = getattr(target, "head_dim", None) or h // target.num_attention_heads
-    head = EagleHead(EagleConfig(version, h, target.intermediate_size, target.num_attention_heads, target.num_attention_heads if version == 3 else target.num_key_value_heads, dim, len(d2t), h, target.rms_norm_eps, (2, n // 2, n - 3)))
+    dim, heads, kv_heads = getattr(target, "head_dim", None) or h // target.num_attention_heads, target.num_attention_heads, target.num_key_value_heads
+    num_layers = config.eagle_layers if version == 1 else 1
+    own_kv = version == 3 or num_layers > 1  # every attention head has its own keys and values
+    wide = target.intermediate_size if num_layers == 1 else 2 * target.intermediate_size // 3
+    head = EagleHead(EagleConfig(version, h, wide, heads, heads if own_kv else kv_heads, dim, len(d2t), h, target.rms_norm_eps, (2, n // 2, n - 3), num_layers))
     head.out, head.d2t = out, d2t
     last = model.model.layers[n - 1]
     with torch.no_grad():  # a warm start: the target's last layer, fed with the feature as it is
-        for name in ("gate_proj", "up_proj", "down_proj"): getattr(head, name).weight.copy_(getattr(last.mlp, name).weight)
-        head.post_attention_layernorm.weight.copy_(scale_of(getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm), h))
-        head.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            w = getattr(last.self_attn, name).weight
-            if version == 3:
-                if name != "q_proj": w = w.view(-1, dim, h).repeat_interleave(target.num_attention_heads // target.num_key_value_heads, 0).reshape(-1, h)
-                getattr(head, name).weight.zero_()
-                getattr(head, name).weight[:, h:].copy_(w)
-            else: getattr(head, name).weight.copy_(w)
+        for layer in head.layers:
+            for name in ("gate_proj", "up_proj"): getattr(layer, name).weight.copy_(getattr(last.mlp, name).weight[:wide])
+            layer.down_proj.weight.copy_(last.mlp.down_proj.weight[:, :wide])
+            layer.post_attention_layernorm.weight.copy_(scale_of(getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm), h))
+            layer.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                w = getattr(last.self_attn, name).weight
+                if own_kv and name != "q_proj": w = w.view(-1, dim, h).repeat_interleave(heads // kv_heads, 0).reshape(-1, h)
+                getattr(layer, name).weight.zero_()
+                getattr(layer, name).weight[:, -h:].copy_(w)
+            if version == 1:
+                for name in ("o_proj", "down_proj"): getattr(layer, name).weight.zero_()  # at first the next feature is the last one: features are behind the norm, where the layer's own scale is wrong
         head.fc.weight.mul_(0.1 if version == 1 else 0.0)
         if version == 3:
             head.fc.weight[:, 2 * h:].copy_(torch.eye(h))
             head.norm.weight.copy_(scale_of(model.model.norm, h))
-            head.hidden_norm.weight.copy_(scale_of(last.input_layernorm, h))
+            head.layers[0].hidden_norm.weight.copy_(scale_of(last.input_layernorm, h))
         else:
             head.fc.weight[:, h:] += torch.eye(h)
             head.fc.bias.zero_()
-            for name in ("o_proj", "down_proj"): getattr(head, name).weight.zero_()  # at first the next feature is the last one: features are behind the norm, where the layer's own scale is wrong
     if not start: return head
     if version == 3: write_copying(head, model, lessons, config.seed)
-    else: start_feature_map(head, model, lessons)
+    else: start_eagle1(head, model, lessons, config.seed)
     return head
 
 def thinned(history: list, every: int = 25) -> list:
@@ -696,10 +777,9 @@ class Trainer:
             about |= dict(medusa_num_heads=c.medusa_heads, medusa_num_layers=c.medusa_layers, accuracy=[[round(x, 4) for x in line] for line in rates])
             save_heads(folder, weights | dict(d2t=s.d2t), about)
         else:
-            part = lambda k: k if k.split(".")[0] in ("fc", "norm") else f"midlayer.{'self_attn.' if k.split('.')[0] in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp.' if 'proj' in k else ''}{k}"
             e = s.config
-            about |= dict(num_attention_heads=e.num_heads, head_dim=e.head_dim, rms_norm_eps=e.eps, hidden_size=e.hidden_size, draft_vocab_size=e.vocab_size, eagle_aux_hidden_state_layer_ids=list(e.layers))
-            save_heads(folder, {part(k): v for k, v in weights.items()} | dict(d2t=s.d2t - torch.arange(len(s.d2t))), about)
+            about |= dict(num_attention_heads=e.num_heads, head_dim=e.head_dim, rms_norm_eps=e.eps, hidden_size=e.hidden_size, draft_vocab_size=e.vocab_size, num_hidden_layers=e.num_layers, eagle_aux_hidden_state_layer_ids=list(e.layers))
+            save_heads(folder, {k: w.to(dtype) for k, w in s.published().items()} | dict(d2t=s.d2t - torch.arange(len(s.d2t))), about)
         (folder / "history.json").write_text("[\n" + ",\n".join(map(json.dumps, thinned(self.history))) + "\n]\n")
 
 # %% ../nbs/35_train.ipynb #96bc3439

@@ -172,7 +172,7 @@ def head_for(method, folder):
         heads = MedusaHeads(64, 3, out=[output_rows(model)] * 3)
         for parameter in heads.parameters(): torch.nn.init.normal_(parameter, std=0.1)
         return heads
-    head = EagleHead(EagleConfig(3 if method == "eagle3" else 1, 64, 96, 4, 2, 16, 80, 64, layers=(1, 2, 3)))
+    head = EagleHead(EagleConfig(3, 64, 96, 4, 2, 16, 80, 64, layers=(1, 2, 3)) if method == "eagle3" else EagleConfig(1, 64, 96, 4, 2, 16, 80, 64, num_layers=2))
     head.d2t = torch.arange(80) * 2 + 1
     head.out = output_rows(model, head.d2t)
     return head.eval()
@@ -215,9 +215,7 @@ def naive_eagle(model, head, tokens, config):
             for step in range(len(path) + 1):
                 x = model.get_input_embeddings()(torch.tensor(ids))
                 cos, sin = model.model.rotary_emb(x, torch.arange(len(ids))[None])
-                residual, q, k, v = head.enter(x, hidden, cos[0], sin[0])
-                o = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-                out = head.leave(residual, o.flatten(1))
+                out = head(x, hidden, cos[0], sin[0], lambda layer, *qkv: torch.nn.functional.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1))
                 if step < len(path): ids, hidden = ids + [path[step]], torch.cat([hidden, out[-1:]])
             values, places = head.logits(out[-1:]).log_softmax(-1)[0].topk(width)
             return list(zip(head.d2t[places].tolist(), values.tolist()))
@@ -356,7 +354,8 @@ def test_layouts_of_published_eagle_heads(tiny, tmp_path):
     target = hf_model(tiny("llama"))
     torch.manual_seed(0)
     head = EagleHead(EagleConfig(3, 64, 96, 4, 2, 16, 160, 64))
-    state = {f"layers.0.{'self_attn.' if k[0] in 'qkvo' and 'proj' in k else 'mlp.' if 'proj' in k else ''}{k}" if k.split(".")[0] not in ("fc", "norm") else k: v for k, v in head.state_dict().items()}
+    for part in (head.layers[0].o_proj, head.layers[0].down_proj): torch.nn.init.zeros_(part.weight)
+    state = {k.replace("midlayer.", "layers.0."): v for k, v in head.published().items()}  # both names are in use
 
     def load_with(**config):
         save_heads(tmp_path, state | {"lm_head.weight": target.lm_head.weight}, config)
@@ -367,9 +366,10 @@ def test_layouts_of_published_eagle_heads(tiny, tmp_path):
     x, at = torch.randn(3, 64), torch.arange(3)[None]
     cos, sin = rotary_for(made.config, target)(x, at)
     assert torch.allclose(cos[0, 1, 1], torch.tensor(500.0 ** (-2 / 16)).cos())
-    assert torch.equal(made.enter(x, x, cos[0], sin[0])[0], made.hidden_norm(x))
+    past = lambda head: head(x, x, cos[0], sin[0], lambda layer, q, k, v: q.flatten(1))  # what runs past attention and MLP, for these give nothing
+    assert torch.equal(past(made), made.layers[0].hidden_norm(x))
     plain = load_with(**layer | dict(rope_theta=None))
-    assert torch.equal(plain.enter(x, x, cos[0], sin[0])[0], x)
+    assert torch.equal(past(plain), x)
     assert torch.allclose(rotary_for(plain.config, target)(x, at)[0][0, 1, 1], torch.tensor(10_000.0 ** (-2 / 16)).cos()), "a published head that says nothing means base 10,000"
     assert load_with(**layer | dict(rope_theta=None, training={})).config.rope is None  # trained here: the target's
     with pytest.raises(ValueError, match="norm_before_fc"): load_with(norm_before_fc=True, **layer)
@@ -521,7 +521,7 @@ def test_heads_that_do_not_fit(tiny, tmp_path):
         save_heads(tmp_path, {**head.state_dict(), **(change or {}), "lm_head.weight": target.lm_head.weight}, dict(num_attention_heads=4, head_dim=16) | (config or {}))
         return load_eagle(tmp_path, target)
     assert eagle().config.version == 3
-    for words, more in (("works on 32 numbers", dict(hidden_size=32)), ("of another shape", dict(change={"q_proj.weight": torch.zeros(64, 65)})), ("listens to layers", dict(config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 99]))), ("listens to layers", dict(config=dict(eagle_aux_hidden_state_layer_ids=[1, 2])))):
+    for words, more in (("works on 32 numbers", dict(hidden_size=32)), ("of another shape", dict(change={"layers.0.q_proj.weight": torch.zeros(64, 65)})), ("listens to layers", dict(config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 99]))), ("listens to layers", dict(config=dict(eagle_aux_hidden_state_layer_ids=[1, 2])))):
         with pytest.raises(ValueError, match=words): eagle(**more)
     heads = MedusaHeads(64, 2, 2)
     weights = {k.removeprefix("blocks."): v for k, v in heads.state_dict().items()}
