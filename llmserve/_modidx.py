@@ -20,6 +20,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'llmserve/adaptive.py'),
                                    'llmserve.adaptive.AdaptiveDrafter.copy_blocks': ( 'nbs/adaptive.html#adaptivedrafter.copy_blocks',
                                                                                       'llmserve/adaptive.py'),
+                                   'llmserve.adaptive.AdaptiveDrafter.cost': ( 'nbs/adaptive.html#adaptivedrafter.cost',
+                                                                               'llmserve/adaptive.py'),
                                    'llmserve.adaptive.AdaptiveDrafter.observe': ( 'nbs/adaptive.html#adaptivedrafter.observe',
                                                                                   'llmserve/adaptive.py'),
                                    'llmserve.adaptive.AdaptiveDrafter.propose': ( 'nbs/adaptive.html#adaptivedrafter.propose',

@@ -6,12 +6,12 @@
 __all__ = ['expected_tokens', 'gain', 'StepCost', 'Acceptance', 'bargains', 'choose_depths', 'rows_by_depth', 'AdaptiveDrafter']
 
 # %% ../nbs/36_adaptive.ipynb #323ac46a
-import heapq
 import time
 from dataclasses import dataclass, field, replace
 
 from .draft import Drafter
 from .kvcache import Batch
+from .runner import rounded
 from .scheduler import StepTimes
 
 # %% ../nbs/36_adaptive.ipynb #22565c74
@@ -66,37 +66,39 @@ def bargains(
     levels: list,  # (chance that this level is reached and right, rows of it), from the root down
     row: float,  # seconds of a row
     first: float = 0.0,  # seconds that the first level costs besides
-) -> list:  # (tokens, seconds, depth), each with fewer tokens a second than the one before
+) -> list:  # (tokens, seconds, rows, depth), each with fewer tokens a second than the one before
     "What can be bought after one another: a level that brings more for its price than the one above it is sold with it."
     out = []
-    for depth, (chance, rows) in enumerate(levels, 1):
-        tokens, seconds = chance, row * rows + (first if depth == 1 else 0.0)
+    for depth, (tokens, rows) in enumerate(levels, 1):
+        seconds = row * rows + (first if depth == 1 else 0.0)
         while out and tokens * out[-1][1] >= out[-1][0] * seconds:
-            t, s, _ = out.pop()
-            tokens, seconds = tokens + t, seconds + s
-        out.append((tokens, seconds, depth))
+            t, s, r, _ = out.pop()
+            tokens, seconds, rows = tokens + t, seconds + s, rows + r
+        out.append((tokens, seconds, rows, depth))
     return out
 
 def choose_depths(
     levels: list,  # per sequence: [(chance, rows), …], as above
-    others: int,  # tokens of the step besides drafts
-    a: float, b: float,  # cost of a step
+    others: int,  # rows of the step besides drafts
+    a: float, b: float,  # cost of a step and of a row
     drafting: float = 0.0,  # seconds that drafting costs
     each: float = 0.0,  # and for each sequence that drafts
-) -> tuple:  # depth per sequence, whether it is worth it
+    rounded=int,  # rows → rows that are computed
+    least: list | None = None,  # levels that are taken in any case, per sequence
+    worth: float = 0.85,  # of an expected token: estimates err, and what looks best is where they err upwards
+) -> list:  # depth per sequence; all 0: nothing is worth it
     "How deep to draft, or to check what is there (then drafting costs nothing any more)."
-    depths, tokens, seconds = [0] * len(levels), float(max(others, 1)), a + b * others
-    plain, offers = tokens / seconds, [bargains(some, b, each) for some in levels]
-    price = lambda i: -offers[i][0][0] / max(offers[i][0][1], 1e-9)
-    heap = [(price(i), i) for i, some in enumerate(offers) if some]
-    heapq.heapify(heap)
-    while heap and -heap[0][0] > tokens / seconds:
-        i = heap[0][1]
-        more, longer, depths[i] = offers[i].pop(0)
-        tokens, seconds = tokens + more, seconds + longer
-        if offers[i]: heapq.heapreplace(heap, (price(i), i))
-        else: heapq.heappop(heap)
-    return depths, tokens / (seconds + drafting) > plain
+    depths, tokens, rows, seconds = list(least or [0] * len(levels)), float(max(others, 1)), others, a
+    for some, k in zip(levels, depths):
+        for chance, n in some[:k]: tokens, rows = tokens + worth * chance, rows + n
+    best, chosen = tokens / (seconds + b * rounded(rows)), 0
+    offers = sorted(((-more / max(price, 1e-9), i, more, price - b * n, n, k + depths[i]) for i, some in enumerate(levels) for more, price, n, k in bargains(some[depths[i]:], b, 0.0 if depths[i] else each)))
+    for k, (_, _, more, price, n, _) in enumerate(offers, 1):
+        tokens, rows, seconds = tokens + worth * more, rows + n, seconds + price
+        rate = tokens / (seconds + drafting + b * rounded(rows))
+        if rate > best: best, chosen = rate, k
+    for _, i, *_, depth in offers[:chosen]: depths[i] = depth
+    return depths
 
 # %% ../nbs/36_adaptive.ipynb #8f5f6838
 @dataclass(slots=True)
@@ -115,49 +117,63 @@ def rows_by_depth(tree) -> list:
 class AdaptiveDrafter(Drafter):
     "Lets another drafter propose as much as pays."
     def __init__(self, inner: Drafter):
-        self.inner, self.cost, self.making, self.everyone, self.each = inner, StepCost(), StepCost(0.9), Acceptance(), {}
+        self.inner, self.making, self.everyone, self.each = inner, StepCost(0.9), Acceptance(), {}
+        self.decoding, self.mixed = StepCost(), StepCost()  # steps without and with prompts, most of whose rows have no logits
+        self.seen, self.rounded = 0, int  # trees; rows → rows that are computed
         self.shape, self.price = [], None  # rows by depth of the last tree that had room; seconds of drafting: (a, b) over the number of sequences
         self.step, self.credit = 0.0, 0.0  # seconds of the last step; seconds that may be spent to learn
         self.lookahead, self.block_bytes, self.typical = inner.lookahead, inner.block_bytes, inner.typical
 
-    def attach(self, runner): self.inner.attach(runner)
+    def attach(self, runner):
+        self.inner.attach(runner)
+        if runner.device == "cpu": self.rounded = rounded
     def allocate(self, num_blocks, host_blocks): self.inner.allocate(num_blocks, host_blocks)
     def copy_blocks(self, group, pairs): self.inner.copy_blocks(group, pairs)
     def resize(self, num_blocks): self.inner.resize(num_blocks)
 
-    def observe(self, num_tokens: int, seconds: float):
-        self.cost.observe(num_tokens, seconds)
-        self.step, self.credit = seconds, min(self.credit + 0.01 * seconds, 2 * seconds)
+    def observe(self, num_rows: int, num_others: int, seconds: float):
+        (self.mixed if num_others else self.decoding).observe(self.rounded(num_rows + num_others), seconds)
+        self.credit = min(self.credit + 0.005 * seconds if self.step else 3 * seconds, 3 * seconds)
+        self.step = seconds
+
+    @property
+    def cost(self): return self.decoding.fit() or self.mixed.fit()
 
     def propose(self, news: list, batch: Batch) -> list:
         records = {i: self._learn(n) for i, n in enumerate(news) if n.wants_drafts}
         chosen, trials = self._choose(records, len(news))
         start = time.perf_counter()
         out = self.inner.propose([replace(n, silent=True) if i in records and i not in chosen else n for i, n in enumerate(news)], batch)
-        took, fit, found = time.perf_counter() - start, self.cost.fit(), [i for i, tree in enumerate(out) if tree]
+        took, found = time.perf_counter() - start, [i for i, tree in enumerate(out) if tree]
         if chosen and batch.num_tokens <= 2 * sum(1 + len(n.tree or ()) for n in news):  # with a prompt in the step it says little
             self.making.observe(len(chosen), took)
             self.price = self.making.fit() or self.price or (took, 0.0)
         spent = (min(took, self.price[0] + self.price[1] * len(chosen)) if self.price else took) * len(trials) / max(len(chosen), 1)
         for i in trials - set(found): records[i].left, records[i].pause = 0, max(records[i].pause // 2, 2)  # nothing was learned
-        if found and fit:
-            shapes = [rows_by_depth(out[i]) for i in found]
-            depths, _ = choose_depths([self._levels(rows, records[i].acceptance) for i, rows in zip(found, shapes)], len(news), *fit)
+        if found:
+            shapes, (a, b) = [rows_by_depth(out[i]) for i in found], self.cost or (self.step, 0.03 * self.step)
+            levels = [self._levels(rows, records[i].acceptance) for i, rows in zip(found, shapes)]
+            choose = lambda least: choose_depths(levels, len(news), a, b, rounded=self.rounded, least=least)
+            depths = free = choose([0] * len(found))
+            if any(i in trials for i in found): depths = choose([int(i in trials) for i in found])
+            seconds = lambda depths: b * self.rounded(len(news) + sum(sum(rows[:depth]) for rows, depth in zip(shapes, depths)))
+            spent += max(seconds(depths) - seconds(free), 0.0)
             for i, rows, depth in zip(found, shapes, depths):
                 seq = news[i].seq
                 if len(self.shape) <= max(len(rows), seq.max_len - len(seq.tokens) - len(news[i].tokens) - 1): self.shape = rows  # not where only the end of the answer cut it
-                if i in trials: depth = max(depth, 1)
                 out[i] = out[i].cut(len(out[i]), depth) if depth else None
-                if i in trials: spent += fit[1] * len(out[i])
         self.credit = max(self.credit - spent, -2 * self.step)
         return out
 
     def _choose(self, records: dict, others: int) -> tuple:  # who drafts, and who of them only to learn
-        fit = self.cost.fit()
-        if fit is None or self.price is None or not self.shape: return set(records), set()
-        depths, pays = choose_depths([self._levels(self.shape, r.acceptance) for r in records.values()], others, *fit, *self.price)
-        good = {i for i, depth in zip(records, depths) if depth and pays}
-        trials = {i for i, r in records.items() if i not in good and not r.left} if self.credit >= 0 else set()
+        fit, good, free = self.cost, set(), [i for i, r in records.items() if not r.left] if self.credit >= 0 else []
+        if fit is None or self.price is None or not self.shape: trials = set(free[:1])
+        else:
+            depths = choose_depths([self._levels(self.shape, r.acceptance) for r in records.values()], others, *fit, *self.price, self.rounded)
+            good = {i for i, depth in zip(records, depths) if depth}
+            free, b = [i for i in free if i not in good], fit[1]
+            paid = lambda k: self.price[1] * k + b * (self.rounded(others + k * self.shape[0]) - self.rounded(others)) + (0 if good else self.price[0])
+            trials = set(free[:max((k for k in range(2, len(free) + 1) if paid(k) <= self.credit), default=1)])
         for i, r in records.items():
             if i in good: r.left, r.pause = 0, 2
             elif i in trials: r.left, r.pause = r.pause, min(2 * r.pause, 64)
@@ -170,9 +186,10 @@ class AdaptiveDrafter(Drafter):
         r = self.each.setdefault(n.seq.id, _Record())
         if n.tree is not None:
             depth = max(n.tree.depths())
-            r.acceptance.update(len(n.path), depth, lambda d: self.everyone(d, 0.5), max(0.1, 1 / (2 + r.seen)))
-            self.everyone.update(len(n.path), depth, lambda d: 0.5, 0.02)
+            r.acceptance.update(len(n.path), depth, lambda d: self.everyone(d, 0.5), max(0.06, 1 / (8 + r.seen)))
+            self.everyone.update(len(n.path), depth, lambda d: 0.5, max(0.02, 1 / (4 + self.seen)))
             r.seen += 1
+            self.seen += 1
             if n.path: r.left, r.pause = 0, 2
         return r
 

@@ -307,7 +307,7 @@ def spec(
     adaptive: bool = False,  # let the engine choose how much is drafted
     **settings,
 ) -> list:  # one dict per method and batch (and kind)
-    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (tokens of a step, with the bonus token; also of steps for which nothing was drafted), speed from the first prompt token to the last answer, share of decoding steps spent outside of the target (drafting, verifying, moving), memory."
+    "Each method against plain decoding in the same run: acceptance of the first token and by depth, share of drafts that were kept, accepted length (tokens of a step, with the bonus token; also of steps for which nothing was drafted), speed while all places of the batch are taken (not at the end, when the slowest answers are alone), share of decoding steps spent outside of the target (drafting, verifying, moving), memory."
     from pathlib import Path
     from llmserve.core import EngineConfig, SamplingParams
     from llmserve.engine import Engine
@@ -326,8 +326,8 @@ def spec(
     prompts, rows = spec_prompts(loaded.tokenizer, folder, each), []
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
 
-    def make(config):
-        c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, **settings})
+    def make(config, batch):
+        c = EngineConfig(model, **{"kv_cache_memory": "256MiB", "max_model_len": 1024, "enable_prefix_caching": False, "speculative_config": config, "max_num_seqs": batch, **settings})
         engine = Engine(c, runner := Runner(c, loaded))
         if runner.device != "cpu":  # what is launched is to be waited for
             forward = runner.forward
@@ -339,7 +339,7 @@ def spec(
             runner.forward = waited
         return engine
 
-    def run(engine, some) -> list:  # seconds and tokens in all; of each check how many tokens were drafted and how many accepted; of decoding steps seconds, seconds of the target, tokens, and how many sequences had room for a draft
+    def run(engine, some) -> list:  # seconds and tokens while all places were taken; of each check how many tokens were drafted and how many accepted; of decoding steps seconds, seconds of the target, tokens, and how many sequences had room for a draft
         engine.records.clear()
         for _, p in some: engine.add(p, params)
         while engine.has_work: engine.step()
@@ -350,12 +350,14 @@ def spec(
                 before = made.get(name, 0)
                 made[name] = before + t
                 if t and 0 < before < output_len - 1: tokens, steps = tokens + t, steps + 1
-        return [sum(r.duration for r in engine.records), sum(made.values()), [d[1:] for r in engine.records for d in r.drafted], sum(r.duration for r in decoding), sum(r.model_time for r in decoding), tokens, steps]
+        full = 1 + next(i for i, r in enumerate(engine.records) if r.finished and not r.num_waiting)  # when this answer ended, nobody took its place
+        return [sum(r.duration for r in islice(engine.records, full)), sum(t for r in islice(engine.records, full) for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted], sum(r.duration for r in decoding), sum(r.model_time for r in decoding), tokens, steps]
 
-    engines = {"plain": make(None)} | {name: make(config) for name, config in methods.items()}
     for batch in batches:
+        engines = {name: make(config, batch) for name, config in {"plain": None, **methods}.items()}
+        size = batch if batch == 1 else 2 * batch  # two answers for each place
         totals, groups = {}, [[p for p in prompts if p[0] == kind] for kind in dict.fromkeys(k for k, _ in prompts)] if by_kind else [prompts]
-        for some in (list(islice(cycle(group), at, at + batch)) for group in groups for at in range(0, len(group), batch)):
+        for some in (list(islice(cycle(group), at, at + size)) for group in groups for at in range(0, len(group), size)):
             for name, engine in engines.items():
                 found = run(engine, some)
                 for kind in {some[0][0], "all"} if by_kind else {"all"}:

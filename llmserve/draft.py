@@ -54,7 +54,7 @@ class Drafter:
     def allocate(self, num_blocks: list, host_blocks: list): "Take memory, with the block ids of the engine's pools."
     def copy_blocks(self, group: int, pairs: list): "Follow the engine's copies."
     def resize(self, num_blocks: list): "Follow the engine's pools."
-    def observe(self, num_tokens: int, seconds: float): "Seconds of the target's forward in a step."
+    def observe(self, num_rows: int, num_others: int, seconds: float): "Seconds of a step of so many rows whose logits were wanted, and so many others (of prompts)."
     def propose(self, news: list, batch: Batch) -> list: "A TokenTree or None for each `Drafted`, in order."
 
 def decoder_of(model):
@@ -240,10 +240,14 @@ class ModelDrafter(Drafter):
     def allocate(self, num_blocks: list, host_blocks: list):
         self.cache = KVCache(self.spec, [num_blocks[self.group]], self.runner.config.block_size, self.format, self.runner.device)
         self.cache.reserve_host([host_blocks[self.group]])
+        self.num_blocks = num_blocks[self.group]
+        self.made = np.zeros(self.num_blocks + host_blocks[self.group], bool)  # blocks whose K and V are all there
         self.keeps_rows = can_select_rows(self.loaded.model, self.runner.device)
 
     def copy_blocks(self, group: int, pairs: list):
-        if group == self.group: self.cache.copy_blocks(0, pairs)
+        if group != self.group: return
+        self.cache.copy_blocks(0, pairs)
+        for a, b in pairs: self.made[b if b >= 0 else self.num_blocks - 2 - b] = self.made[a if a >= 0 else self.num_blocks - 2 - a]
 
     def resize(self, num_blocks: list): self.cache.resize([num_blocks[self.group]])
 
@@ -255,20 +259,24 @@ class ModelDrafter(Drafter):
         return run_paged(self.loaded.model, self.cache, self.runner.backend, batch, batch.query_start[1:].astype(np.int64) - 1, self.keeps_rows)[:, :self.runner.spec.vocab_size]
 
     def propose(self, news: list, batch: Batch) -> list:
-        todo = []  # (index, tokens so far, first token to compute, tokens to draft)
+        todo, size, room = [], self.cache.block_size, self.runner.config.max_num_batched_tokens  # (index, tokens so far, first token to compute, tokens to draft)
         for i, n in enumerate(news):
-            if n.seq.search is not None: continue
             context = int(batch.context_lens[n.place])
             tokens = n.seq.tokens + n.tokens
             if not n.tokens: tokens = tokens[:context + int(batch.query_lens[n.place])]  # in the middle of a prompt
-            done = self._done(n.seq, tokens, context)
-            more = min(self.k, n.seq.capacity - len(tokens) + 1, n.seq.max_len - len(tokens) - 1) if n.wants_drafts else 0
-            end, size = min(len(tokens), n.seq.capacity), self.cache.block_size
-            if n.tokens and not n.wants_drafts and not n.seq.unborn and done // size == end // size:  # nobody asks, and the block is not full
-                n.seq.drafting = _Progress(min(done, end), [], n.seq.num_preemptions)
+            known = n.seq.drafting
+            done, end, table = self._done(n.seq, tokens, context), min(len(tokens), n.seq.capacity), np.frombuffer(n.seq.tables[self.group], np.int32)
+            if known is not None and known.preemptions == n.seq.num_preemptions: self.made[table[known.length // size:done // size]] = True  # with accepted drafts
+            self.made[table[max(done, context) // size:-(-end // size)]] = False  # what they held before
+            if n.seq.search is not None: continue
+            if not n.wants_drafts and (n.tokens or n.silent):  # nobody asks: it can be done when somebody does
+                n.seq.drafting = _Progress(min(done, end), [], n.seq.num_preemptions, n.seq.num_trims)
                 continue
+            more = min(self.k, n.seq.capacity - len(tokens) + 1, n.seq.max_len - len(tokens) - 1) if n.wants_drafts else 0
+            if end - done > room: end, more = done + room, 0
             n.seq.drafting = _Progress(end, [], n.seq.num_preemptions, n.seq.num_trims)
             if done < end: todo.append((i, tokens[:end], done, more if end == len(tokens) else 0))
+            self.made[table[done // size:end // size]], room = True, room - (end - done)
         out, chains, probs = [None] * len(news), {}, {}
         if not todo: return out
         logits = self.forward([news[i].seq for i, *_ in todo], [t[done:] for _, t, done, _ in todo], [done for _, _, done, _ in todo])
@@ -292,8 +300,9 @@ class ModelDrafter(Drafter):
     def _done(self, seq, tokens: list, context: int) -> int:
         "How many of the tokens are in the pages already."
         p = seq.drafting
-        if p is None: return context
-        if p.preemptions != seq.num_preemptions: return min(p.length, context)
+        if p is None or p.preemptions != seq.num_preemptions:
+            missing = np.flatnonzero(~self.made[np.frombuffer(seq.tables[self.group], np.int32)[:context // self.cache.block_size]])
+            return int(missing[0] if len(missing) else context // self.cache.block_size) * self.cache.block_size
         if p.trims != seq.num_trims: p.drafts = []  # the blocks they lay in were taken away
         same = next((j for j, (a, b) in enumerate(zip(p.drafts, tokens[p.length:])) if a != b), min(len(p.drafts), len(tokens) - p.length))
         return min(p.length + same, len(tokens) - 1) if len(tokens) > p.length else p.length

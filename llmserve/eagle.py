@@ -62,9 +62,13 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(h, c.eps)
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(h, c.intermediate_size, bias=False), nn.Linear(c.intermediate_size, h, bias=False)
 
-    def forward(self, x, residual, cos, sin, attend):
-        q, k, v = (p(x).view(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        x = residual + self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v))
+    def forward(self, x, residual, cos, sin, attend, asked=None):  # asked: rows that go on; the others leave only their keys and values
+        split = lambda values: values.view(len(values), -1, self.head_dim)
+        k, v = rotate(split(self.k_proj(x)), cos, sin), split(self.v_proj(x))
+        if asked is not None:
+            x, residual, cos, sin = x[asked], residual[asked], cos[asked], sin[asked]
+            if not len(asked): attend(x, k, v); return residual
+        x = residual + self.o_proj(attend(rotate(split(self.q_proj(x)), cos, sin), k, v))
         y = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
@@ -87,6 +91,7 @@ class EagleHead(nn.Module):
         hidden,  # [n, h], feature t − 1: the target's, fused, or the head's own
         cos, sin,  # [n, dim]
         attend,  # (layer, q [n, heads, dim], k and v [n, kv_heads, dim]) → [n, heads × dim]; q and k are rotated
+        asked=None,  # rows whose features are wanted; None: all
     ) -> torch.Tensor:  # [n, h], feature t
         first = self.layers[0]
         if self.config.version == 3:
@@ -94,7 +99,7 @@ class EagleHead(nn.Module):
             residual, x = normed if self.config.norm_before_residual else hidden, torch.cat([first.input_layernorm(embedded), normed], -1)
         else: residual = x = self.fc(torch.cat([embedded, hidden], -1))
         for i, layer in enumerate(self.layers):
-            residual = layer(layer.input_layernorm(residual) if i else x, residual, cos, sin, functools.partial(attend, i))
+            residual = layer(layer.input_layernorm(residual) if i else x, residual, cos, sin, functools.partial(attend, i), asked if i == len(self.layers) - 1 else None)
         return residual
 
     def logits(self, hidden):
@@ -147,7 +152,7 @@ def load_eagle(
     if config.get("norm_before_fc"): raise ValueError(f"{folder} norms features before fc (norm_before_fc), which this engine has not")
     rope = {k: config[k] for k in ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings", "partial_rotary_factor") if config.get(k) is not None}
     names = {k.removeprefix("model.").replace("midlayer.", "layers.0.").replace("self_attn.", "").replace("mlp.", ""): v for k, v in weights.items()}
-    if "fc.weight" not in names: raise ValueError(f"{folder} holds no EAGLE head: its weights are {', '.join(sorted(weights)[:4])} …")
+    if "fc.weight" not in names or any(f"layers.0.{part}.weight" not in names for part in ("q_proj", "k_proj", "gate_proj")): raise ValueError(f"{folder} holds no EAGLE head: its weights are {', '.join(sorted(weights)[:4])} …")
     found = 3 if "layers.0.hidden_norm.weight" in names else 1
     num_layers = 1 + max((int(k.split(".")[1]) for k in names if k.startswith("layers.")), default=0)
     shape = lambda name: names[f"layers.0.{name}.weight"].shape[0]
@@ -221,7 +226,7 @@ class EagleDrafter(Drafter):
             self.paths, self.inner = set(self.static.paths), {p[:-1] for p in self.static.paths}
         self.lookahead = min(len(self.inner) if self.static else self.depth * self.width, MAX_NODES)  # nodes with children, and the root
         self.group, c = full_group(runner.spec), self.head.config
-        self.spec = replace(runner.spec, num_layers=c.num_layers, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, windows=(None,))
+        self.spec = replace(runner.spec, num_layers=c.num_layers, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, windows=(None,) * c.num_layers)
         self.format = kv_format(runner.config.kv_cache_dtype, runner.loaded.dtype, c.head_dim)
         self.block_bytes = 2 * c.num_layers * c.num_kv_heads * self.format.page_bytes(c.head_dim, runner.config.block_size) + c.hidden_size * 4
         self.head.to(runner.device)
@@ -246,22 +251,28 @@ class EagleDrafter(Drafter):
 
     def resize(self, num_blocks: list): self.cache.resize([num_blocks[self.group]])
 
-    def run(self, batch: Batch, embedded, hidden, new=None) -> torch.Tensor:  # [new tokens, h]
-        "The head over a packed batch; `new` names the tokens that are not in the pages yet, in order (None: all)."
+    def run(self, batch: Batch, embedded, hidden, new=None, asked=None) -> torch.Tensor:  # [new or asked tokens, h]
+        "The head over a packed batch; `new` names the tokens that are not in the pages yet, in order (None: all); `asked`: the rows whose features are wanted, and a batch of them alone (None: all)."
         backend, n, m = self.runner.backend, batch.num_tokens, len(embedded)
+        pad = (lambda n: rounded(n) - n) if self.runner.device == "cpu" else lambda n: 0
         positions = torch.from_numpy(batch.positions if new is None else batch.positions[new]).to(embedded.device)
-        fill = (0, 0, 0, rounded(m) - m if self.runner.device == "cpu" else 0)
+        fill = (0, 0, 0, pad(m))
         embedded, hidden, positions = F.pad(embedded, fill), F.pad(hidden, fill), F.pad(positions, fill[2:])
         cos, sin = self.rotary(embedded, positions[None])
         where = None if new is None else torch.from_numpy(new).to(embedded.device)
 
         def attend(i, q, k, v):
-            layer, (q, k, v) = self.cache.layers[i], (x[:m] for x in (q, k, v))
+            layer, k, v = self.cache.layers[i], k[:m], v[:m]
+            if asked is None or i < len(self.cache.layers) - 1: q = q[:m]
             if new is not None: q, k, v = (x.new_zeros(n, *x.shape[1:]).index_copy_(0, where, x) for x in (q, k, v))
             backend.write_kv(k, v, layer, batch)
+            if asked is not None and i == len(self.cache.layers) - 1:
+                few = len(asked[0])
+                return F.pad(backend.paged_attention(q[:few], layer, asked[1], self.head.config.head_dim**-0.5, None, None, None, None, None).flatten(1), (0, 0, 0, len(q) - few)) if few else q
             out = backend.paged_attention(q, layer, batch, self.head.config.head_dim**-0.5, None, None, None, k if new is None else None, v if new is None else None)
             return F.pad((out if new is None else out[where]).flatten(1), fill)
-        return self.head(embedded, hidden, cos[0].to(embedded.dtype), sin[0].to(embedded.dtype), attend)[:m]
+        rows = None if asked is None else F.pad(torch.from_numpy(asked[0]).to(embedded.device), (0, pad(len(asked[0]))))
+        return self.head(embedded, hidden, cos[0].to(embedded.dtype), sin[0].to(embedded.dtype), attend, rows)[:m if asked is None else len(asked[0])]
 
     def offers(self, hidden) -> tuple:  # [n, width] tokens and log-probabilities, as lists
         logits = self.head.logits(hidden)
@@ -280,15 +291,14 @@ class EagleDrafter(Drafter):
         out, features = [None] * len(news), self.head.fuse(self.tap.take())
         todo, rows, extra = self._take_in(news, batch, features)
         if not todo: return out
-        seqs = [news[i].seq for i, *_ in todo]
-        step = pack([t for _, t, *_ in todo], [done for *_, done, _ in todo], [[s.tables[self.group] for s in seqs]], self.cache.block_size)
+        tables = [news[i].seq.tables[self.group] for i, *_ in todo]
+        step = pack([t for _, t, *_ in todo], [done for *_, done, _ in todo], [tables], self.cache.block_size)
         hidden = torch.cat([features, *extra])[torch.tensor(rows, device=features.device)]
-        result = self.run(step, self.embed(torch.from_numpy(step.token_ids).to(hidden.device)).to(hidden.dtype), hidden)
-        growing = []
-        for (i, tokens, done, length), end in zip(todo, step.query_start[1:].tolist()):
-            s, n = news[i].seq, news[i]
-            if n.wants_drafts and done + len(tokens) == length and s.max_len - length - 1 > 0:
-                growing.append(_Growth(i, length, min(s.capacity - length, MAX_NODES), result[end - 1], [], [], [], [], {}, [], [], []))
+        asked = [k for k, (i, tokens, done, length) in enumerate(todo) if news[i].wants_drafts and done + len(tokens) == length < news[i].seq.max_len - 1]
+        ends, few = step.query_start[1:].astype(np.int64) - 1, None
+        if len(asked) < step.num_tokens: few = ends[asked], pack([[0] for _ in asked], [todo[k][3] - 1 for k in asked], [[tables[k] for k in asked]], self.cache.block_size)
+        result = self.run(step, self.embed(torch.from_numpy(step.token_ids).to(hidden.device)).to(hidden.dtype), hidden, asked=few)
+        growing = [_Growth(i, length, min(news[i].seq.capacity - length, MAX_NODES), feature, [], [], [], [], {}, [], [], []) for (i, *_, length), feature in zip((todo[k] for k in asked), result)]
         self._grow(growing, news)
         for g in growing:
             if not g.tokens: continue

@@ -191,7 +191,7 @@ def execute(self: Runner, step: Step) -> StepResult:
         seq = sequences[i]
         result.prompt_logprobs.setdefault(places[i], []).append((at, best_logprobs(row, seq.tokens[at], seq.request.params.prompt_logprobs)))
     if self.drafter is not None:
-        if drawing or self.device == "cpu": self.drafter.observe(batch.num_tokens, time.perf_counter() - began)  # a GPU that nobody waits for tells nothing
+        if drawing or self.device == "cpu": self.drafter.observe(num_rows, batch.num_tokens - num_rows, time.perf_counter() - began)  # a GPU that nobody waits for tells nothing
         self._draft(step, sequences, places, batch, trees, paths, result)
     return result
 

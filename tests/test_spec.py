@@ -544,9 +544,7 @@ def test_published_files_of_pickled_weights(kind, tiny, tmp_path):
     torch.manual_seed(0)
     if kind == "eagle1":
         head = EagleHead(EagleConfig(1, 64, 96, 4, 2, 16, 160, 64))
-        state = head.state_dict()
-        names = {k: k if k.startswith("fc") else f"layers.0.{'self_attn.' if k[0] in 'qkvo' and 'proj' in k else 'mlp.' if 'proj' in k else ''}{k}" for k in state}
-        torch.save({names[k]: v for k, v in state.items()} | {"embed_tokens.weight": target.model.embed_tokens.weight}, tmp_path / "pytorch_model.bin")
+        torch.save(head.published() | {"embed_tokens.weight": target.model.embed_tokens.weight}, tmp_path / "pytorch_model.bin")
         (tmp_path / "config.json").write_text(json.dumps(dict(num_attention_heads=4, head_dim=16)))
         made = load_eagle(tmp_path, target, 1)
         assert torch.equal(made.out, target.lm_head.weight), "its output rows are the target's"
@@ -578,3 +576,23 @@ def test_suffixes_remember_answers_once_and_at_their_end(tiny):
     assert drafter.num_cached == 0
     seq.max_len = 6
     assert drafter.propose([going]) == [None] and drafter.num_cached == 1
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(max_num_batched_tokens=24), dict(preemption_mode="swap", harsh=5), dict(preemption_mode="recompute", harsh=6)])
+def test_a_draft_model_catches_up(settings, tiny):
+    "Nothing is computed for sequences that nobody drafts for; whoever shares their blocks computes it, and a target that drafts for itself is always right."
+    settings, r = dict(settings), random.Random(0)
+    harsh = settings.pop("harsh", None)
+    engine = make_engine(tiny("llama"), max_model_len=128, speculative_config=dict(method="draft_model", model=str(tiny("llama")), num_speculative_tokens=3), **settings)
+    drafter, rows, asleep = engine.runner.drafter, [], [True]
+    own, forward = drafter.propose, drafter.forward
+    drafter.propose = lambda news, batch: own([dataclasses.replace(n, silent=asleep[0] or r.random() < 0.4) for n in news], batch)
+    drafter.forward = lambda seqs, tokens, contexts: rows.append(sum(map(len, tokens))) or forward(seqs, tokens, contexts)
+    work = [(prompt_of(50, k % 2)[:34 + k], GREEDY) for k in range(4)]
+    go(engine, work)
+    assert not rows
+    asleep[0] = False
+    engine.records.clear()
+    go(engine, work + [(prompt_of(50, 2), dataclasses.replace(GREEDY, n=2)), (prompt_of(50, 2), BEAMS), (prompt_of(50, 2), GREEDY)], harsh)
+    drafted = [d for x in engine.records for d in x.drafted]
+    assert rows and len(drafted) > 10 and all(nodes == accepted for _, nodes, accepted in drafted), drafted
