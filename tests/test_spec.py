@@ -544,6 +544,7 @@ def test_published_files_of_pickled_weights(kind, tiny, tmp_path):
     torch.manual_seed(0)
     if kind == "eagle1":
         head = EagleHead(EagleConfig(1, 64, 96, 4, 2, 16, 160, 64))
+        state = head.state_dict()
         torch.save(head.published() | {"embed_tokens.weight": target.model.embed_tokens.weight}, tmp_path / "pytorch_model.bin")
         (tmp_path / "config.json").write_text(json.dumps(dict(num_attention_heads=4, head_dim=16)))
         made = load_eagle(tmp_path, target, 1)
