@@ -108,6 +108,7 @@ class _Record:
     seen: int = 0  # trees
     pause: int = 2  # steps between two trials while drafting does not pay; doubles
     left: int = 0  # of a pause
+    tried: int = 0  # when it was tried last
 
 def rows_by_depth(tree) -> list:
     rows = {}
@@ -119,7 +120,7 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, inner: Drafter):
         self.inner, self.making, self.everyone, self.each = inner, StepCost(0.9), Acceptance(), {}
         self.decoding, self.mixed = StepCost(), StepCost()  # steps without and with prompts, most of whose rows have no logits
-        self.seen, self.rounded = 0, int  # trees; rows → rows that are computed
+        self.seen, self.calls, self.rounded = 0, 0, int  # trees; calls of `propose`; rows → rows that are computed
         self.shape, self.price = [], None  # rows by depth of the last tree that had room; seconds of drafting: (a, b) over the number of sequences
         self.step, self.credit = 0.0, 0.0  # seconds of the last step; seconds that may be spent to learn
         self.lookahead, self.block_bytes, self.typical = inner.lookahead, inner.block_bytes, inner.typical
@@ -133,22 +134,26 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, num_rows: int, num_others: int, seconds: float):
         (self.mixed if num_others else self.decoding).observe(self.rounded(num_rows + num_others), seconds)
-        self.credit = min(self.credit + 0.005 * seconds if self.step else 3 * seconds, 3 * seconds)
+        self.credit = max(min(self.credit + 0.005 * seconds if self.step else 3 * seconds, 3 * seconds), -2 * seconds)
         self.step = seconds
 
     @property
     def cost(self): return self.decoding.fit() or self.mixed.fit()
 
     def propose(self, news: list, batch: Batch) -> list:
+        if len(self.each) > 4096: self.each = {n.seq.id: self.each[n.seq.id] for n in news if n.seq.id in self.each}  # the others are long gone
         records = {i: self._learn(n) for i, n in enumerate(news) if n.wants_drafts}
-        chosen, trials = self._choose(records, len(news))
+        good, trials = self._choose(records, len(news))
+        chosen = good | trials
         start = time.perf_counter()
-        out = self.inner.propose([replace(n, silent=True) if i in records and i not in chosen else n for i, n in enumerate(news)], batch)
+        out = self.inner.propose([replace(n, silent=True) if i not in chosen and (i in records or not good) else n for i, n in enumerate(news)], batch)
         took, found = time.perf_counter() - start, [i for i, tree in enumerate(out) if tree]
-        if chosen and batch.num_tokens <= 2 * sum(1 + len(n.tree or ()) for n in news):  # with a prompt in the step it says little
+        alone = batch.num_tokens <= 2 * sum(1 + len(n.tree or ()) for n in news)  # with a prompt in the step the time says little
+        if chosen and alone and not self.inner.late:
             self.making.observe(len(chosen), took)
             self.price = self.making.fit() or self.price or (took, 0.0)
-        spent = (min(took, self.price[0] + self.price[1] * len(chosen)) if self.price else took) * len(trials) / max(len(chosen), 1)
+        usual = self.price[0] + self.price[1] * len(chosen) if self.price else self.step
+        spent = (took if self.inner.late else min(took, usual)) * len(trials) / max(len(chosen), 1)
         for i in trials - set(found): records[i].left, records[i].pause = 0, max(records[i].pause // 2, 2)  # nothing was learned
         if found:
             shapes, (a, b) = [rows_by_depth(out[i]) for i in found], self.cost or (self.step, 0.03 * self.step)
@@ -166,7 +171,8 @@ class AdaptiveDrafter(Drafter):
         return out
 
     def _choose(self, records: dict, others: int) -> tuple:  # who drafts, and who of them only to learn
-        fit, good, free = self.cost, set(), [i for i, r in records.items() if not r.left] if self.credit >= 0 else []
+        fit, good, free = self.cost, set(), sorted((i for i, r in records.items() if not r.left), key=lambda i: records[i].tried) if self.credit >= 0 else []
+        self.calls += 1
         if fit is None or self.price is None or not self.shape: trials = set(free[:1])
         else:
             depths = choose_depths([self._levels(self.shape, r.acceptance) for r in records.values()], others, *fit, *self.price, self.rounded)
@@ -176,13 +182,12 @@ class AdaptiveDrafter(Drafter):
             trials = set(free[:max((k for k in range(2, len(free) + 1) if paid(k) <= self.credit), default=1)])
         for i, r in records.items():
             if i in good: r.left, r.pause = 0, 2
-            elif i in trials: r.left, r.pause = r.pause, min(2 * r.pause, 64)
+            elif i in trials: r.left, r.pause, r.tried = r.pause, min(2 * r.pause, 64), self.calls
             else: r.left = max(r.left - 1, 0)
-        return good | trials, trials
+        return good, trials
 
     def _learn(self, n) -> _Record:
         "Take in what became of a tree."
-        if len(self.each) > 4096: self.each.clear()  # of sequences long gone
         r = self.each.setdefault(n.seq.id, _Record())
         if n.tree is not None:
             depth = max(n.tree.depths())

@@ -312,7 +312,7 @@ def spec(
     from llmserve.core import EngineConfig, SamplingParams
     from llmserve.engine import Engine
     from llmserve.models import load
-    from llmserve.runner import Runner
+    from llmserve.runner import Runner, release_memory
     if methods is None:
         methods = {"ngram": dict(method="ngram", num_speculative_tokens=6), "suffix": dict(method="suffix", num_speculative_tokens=16)}
         known = {"eagle3": {"eagle3 chain": dict(method="eagle3", num_speculative_tokens=5), "eagle3 tree": dict(method="eagle3", num_speculative_tokens=20, tree="dynamic")},
@@ -343,17 +343,23 @@ def spec(
         engine.records.clear()
         for _, p in some: engine.add(p, params)
         while engine.has_work: engine.step()
-        decoding, made = [r for r in engine.records if all(n <= 64 for _, n, _ in r.scheduled)], {}  # the others compute prompts
-        tokens = steps = 0
-        for r in engine.records:
+        decoding, prompts, made, tokens, steps, ended = [], [], {}, 0, 0, None
+        for i, r in enumerate(engine.records):
+            begun = [name in made for name, *_ in r.scheduled]
+            (decoding if all(begun) else prompts).append((r, any(begun)))
             for name, _, t in r.scheduled:
                 before = made.get(name, 0)
-                made[name] = before + t
+                if t: made[name] = before + t
                 if t and 0 < before < output_len - 1: tokens, steps = tokens + t, steps + 1
-        full = 1 + next(i for i, r in enumerate(engine.records) if r.finished and not r.num_waiting)  # when this answer ended, nobody took its place
-        return [sum(r.duration for r in islice(engine.records, full)), sum(t for r in islice(engine.records, full) for _, _, t in r.scheduled), [d[1:] for r in engine.records for d in r.drafted], sum(r.duration for r in decoding), sum(r.model_time for r in decoding), tokens, steps]
+            if r.finished and not r.num_waiting and ended is None: ended = i  # nobody takes this place
+        full = list(islice(engine.records, ended + 1))
+        said, usual = sum(t for r in full for _, _, t in r.scheduled), statistics.median([r.duration for r, _ in decoding])
+        asked = sum(max(r.duration - usual * others, 0.0) for r, others in prompts)  # all within `full`; they count for the answers there
+        return [sum(r.duration for r in full) - asked * (1 - said / sum(made.values())), said, [d[1:] for r in engine.records for d in r.drafted], sum(r.duration for r, _ in decoding), sum(r.model_time for r, _ in decoding), tokens, steps]
 
     for batch in batches:
+        engines = engine = None
+        release_memory()
         engines = {name: make(config, batch) for name, config in {"plain": None, **methods}.items()}
         size = batch if batch == 1 else 2 * batch  # two answers for each place
         totals, groups = {}, [[p for p in prompts if p[0] == kind] for kind in dict.fromkeys(k for k, _ in prompts)] if by_kind else [prompts]

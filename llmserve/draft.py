@@ -35,7 +35,7 @@ class Drafted:
     place: int  # in the batch
     tree: TokenTree | None  # what was checked
     path: list  # its accepted nodes
-    silent: bool = False  # take in what is new and propose nothing
+    silent: bool = False  # propose nothing; what is new can be taken in later
 
     @property
     def ends(self) -> bool:
@@ -49,6 +49,7 @@ class Drafter:
     lookahead = 0  # places behind the last token that it needs in the pages
     block_bytes = 0  # of its own K and V, per block of the target's full-attention group
     typical = None  # (ε, δ) for Medusa's lossy acceptance
+    late = 0  # tokens of earlier steps that the last call of `propose` took in
 
     def attach(self, runner): "Listen to the target's model; called again when it was loaded again."
     def allocate(self, num_blocks: list, host_blocks: list): "Take memory, with the block ids of the engine's pools."
@@ -260,15 +261,16 @@ class ModelDrafter(Drafter):
 
     def propose(self, news: list, batch: Batch) -> list:
         todo, size, room = [], self.cache.block_size, self.runner.config.max_num_batched_tokens  # (index, tokens so far, first token to compute, tokens to draft)
+        self.late, complete = 0, []
         for i, n in enumerate(news):
+            if n.seq.search is not None: continue
             context = int(batch.context_lens[n.place])
             tokens = n.seq.tokens + n.tokens
             if not n.tokens: tokens = tokens[:context + int(batch.query_lens[n.place])]  # in the middle of a prompt
-            known = n.seq.drafting
-            done, end, table = self._done(n.seq, tokens, context), min(len(tokens), n.seq.capacity), np.frombuffer(n.seq.tables[self.group], np.int32)
+            known, table = n.seq.drafting, np.array(n.seq.tables[self.group], np.int32)
+            done, end = self._done(n.seq, tokens, context), min(len(tokens), n.seq.capacity)
             if known is not None and known.preemptions == n.seq.num_preemptions: self.made[table[known.length // size:done // size]] = True  # with accepted drafts
             self.made[table[max(done, context) // size:-(-end // size)]] = False  # what they held before
-            if n.seq.search is not None: continue
             if not n.wants_drafts and (n.tokens or n.silent):  # nobody asks: it can be done when somebody does
                 n.seq.drafting = _Progress(min(done, end), [], n.seq.num_preemptions, n.seq.num_trims)
                 continue
@@ -276,10 +278,12 @@ class ModelDrafter(Drafter):
             if end - done > room: end, more = done + room, 0
             n.seq.drafting = _Progress(end, [], n.seq.num_preemptions, n.seq.num_trims)
             if done < end: todo.append((i, tokens[:end], done, more if end == len(tokens) else 0))
-            self.made[table[done // size:end // size]], room = True, room - (end - done)
+            complete.append(table[done // size:end // size])
+            self.late, room = self.late + max(min(context, end) - done, 0), room - (end - done)
         out, chains, probs = [None] * len(news), {}, {}
         if not todo: return out
         logits = self.forward([news[i].seq for i, *_ in todo], [t[done:] for _, t, done, _ in todo], [done for _, _, done, _ in todo])
+        self.made[np.concatenate(complete)] = True
         active = [(i, t, more) for i, t, _, more in todo]
         keep = [j for j, (_, _, more) in enumerate(active) if more > 0]
         while keep:
@@ -301,7 +305,7 @@ class ModelDrafter(Drafter):
         "How many of the tokens are in the pages already."
         p = seq.drafting
         if p is None or p.preemptions != seq.num_preemptions:
-            missing = np.flatnonzero(~self.made[np.frombuffer(seq.tables[self.group], np.int32)[:context // self.cache.block_size]])
+            missing = np.flatnonzero(~self.made[np.array(seq.tables[self.group], np.int32)[:context // self.cache.block_size]])
             return int(missing[0] if len(missing) else context // self.cache.block_size) * self.cache.block_size
         if p.trims != seq.num_trims: p.drafts = []  # the blocks they lay in were taken away
         same = next((j for j, (a, b) in enumerate(zip(p.drafts, tokens[p.length:])) if a != b), min(len(p.drafts), len(tokens) - p.length))

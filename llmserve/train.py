@@ -540,7 +540,7 @@ def start_eagle1(
         seen = []
         hook = norm.register_forward_pre_hook(lambda m, given: seen.append(given[0]))
         for e, f in zip(es, fs):
-            cos, sin = (v[0].float() for v in model.model.rotary_emb(e[None], torch.arange(len(e))[None]))
+            cos, sin = (v[0].float() for v in rotary_of(model)(e[None], torch.arange(len(e))[None]))
             head(e, f, cos, sin, lambda i, *qkv: F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1))
         hook.remove()
         return torch.cat(seen)
@@ -757,7 +757,8 @@ class Trainer:
 
     def load(self):
         state = torch.load(self.folder / "checkpoint.pt", weights_only=True)
-        self.student.load_state_dict(state["student"])
+        try: self.student.load_state_dict(state["student"])
+        except RuntimeError as e: raise ValueError(f"{self.folder} holds the checkpoint of another shape of head, use another folder: {' '.join(str(e).split())[:200]}") from e
         for o, known in zip(self.optimizers, state["optimizers"], strict=True): o.load_state_dict(known)
         self.seconds, self.step, self.tokens, self.history = (state[k] for k in ("seconds", "step", "tokens", "history"))
 
@@ -765,7 +766,7 @@ class Trainer:
         "Write the result in the format that `speculative_config` reads; tied rows are left out."
         folder, s, c = Path(folder or self.folder), self.student, self.config
         about = dict(method=c.method, training=asdict(c) | dict(steps_done=self.step, tokens=self.tokens, seconds=round(self.seconds)))
-        weights = {k: v.to(dtype) for k, v in s.state_dict().items()}
+        weights = {k: v.to(dtype) for k, v in (s.published() if c.method.startswith("eagle") else s.state_dict()).items()}
         if c.method == "draft":  # its embedding and output rows are the target's
             theirs = ("embed_tokens.", "lm_head.", *(f"layers.{i}." for i in range(s.num_shared)))
             own = {k: v for k, v in weights.items() if not any(x in f".{k}" for x in theirs)}
@@ -779,7 +780,7 @@ class Trainer:
         else:
             e = s.config
             about |= dict(num_attention_heads=e.num_heads, head_dim=e.head_dim, rms_norm_eps=e.eps, hidden_size=e.hidden_size, draft_vocab_size=e.vocab_size, num_hidden_layers=e.num_layers, eagle_aux_hidden_state_layer_ids=list(e.layers))
-            save_heads(folder, {k: w.to(dtype) for k, w in s.published().items()} | dict(d2t=s.d2t - torch.arange(len(s.d2t))), about)
+            save_heads(folder, weights | dict(d2t=s.d2t - torch.arange(len(s.d2t))), about)
         (folder / "history.json").write_text("[\n" + ",\n".join(map(json.dumps, thinned(self.history))) + "\n]\n")
 
 # %% ../nbs/35_train.ipynb #96bc3439
