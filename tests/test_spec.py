@@ -204,7 +204,7 @@ def naive_eagle(model, head, tokens, config):
     import torch
 
     from llmserve.tree import grow_tree
-    dim, layers = head.config.head_dim, head.config.layers
+    layers = head.config.layers
     with torch.inference_mode():
         seen = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         features = head.fuse(torch.cat([seen[i][0] for i in layers], -1) if head.config.version == 3 else seen[-1][0])  # the last one is behind the final norm
